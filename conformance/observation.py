@@ -1,0 +1,34 @@
+"""What one call into a tree made visible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(slots=True)
+class Observation:
+    """One call's visible effects.
+
+    Attributes:
+        call: which call (see the ``calls`` of :class:`reference.clauses.Clause`).
+        aspects: values by name: tensors, numbers, lists, None; exceptions as :class:`Outcome`.
+    """
+
+    call: str
+    aspects: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """An exception as an observation."""
+
+    kind: str
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Outcome:
+        return cls(type(error).__name__, " ".join(str(error).split())[:200])
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" if self.message else self.kind

@@ -1,0 +1,373 @@
+"""What a trace must make visible, by the reference model: the driver's twin.
+
+For every call the driver observes on the tree, the oracle says what the observation must be. It
+holds reference relays and draft inputs (:mod:`reference`) and nothing of the tree but the facts
+listed in :class:`Facts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.observation import Observation
+from generators.operations import (
+    Admit,
+    Adopt,
+    Filter,
+    Header,
+    Idle,
+    Law,
+    Merge,
+    Operation,
+    Retract,
+    Step,
+    Wild,
+)
+from generators.protocol import Effect, Request
+from reference import draft_input
+from reference.draft_input import STORED, DraftInput
+from reference.relay import POISON, Relay
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the oracle must know of a tree.
+
+    Attributes:
+        device: where device values live.
+        token_dtype: the token channel's dtype.
+        channels: which of the relay's buffers were recognised, ``tokens`` and ``lengths``.
+        poison_tokens, poison_lengths: whether resolving consumes rows.
+        host_lengths_lag: host lengths are the committed ones, with planning bounds beside them.
+        direct_carry: a batch whose shape did not change skips the relay.
+        mirrors: host mirrors of the draft input, with the name of their sum or None.
+        host_index_filter: whether a filter takes host indices beside device indices.
+    """
+
+    device: torch.device
+    token_dtype: torch.dtype
+    channels: tuple[str, ...]
+    poison_tokens: bool
+    poison_lengths: bool
+    host_lengths_lag: bool
+    direct_carry: bool
+    mirrors: tuple[tuple[str, str | None], ...]
+    host_index_filter: bool
+
+
+@dataclass
+class _Batch:
+    """A batch in the model: requests in row order and their draft input."""
+
+    requests: list[Request]
+    slots: Tensor
+    draft: DraftInput
+    direct: bool
+
+
+class Oracle:
+    """One trace on the reference model.
+
+    Args:
+        facts: of the tree that will be compared.
+        header: the trace's setting.
+        born: the relay's channels as the tree made them. One that the tree creates at its first
+            stash is missing; it is born poisoned under debug and uninitialized otherwise.
+    """
+
+    def __init__(self, facts: Facts, header: Header, born: dict[str, Tensor]) -> None:
+        self.facts, self.header = facts, header
+        if "tokens" not in born:
+            empty = torch.empty(header.pool, dtype=facts.token_dtype, device=facts.device)
+            tokens = torch.full_like(empty, POISON) if facts.poison_tokens else empty
+            born = {**born, "tokens": tokens}
+        self.relay = Relay(
+            born["tokens"],
+            born.get("lengths", torch.zeros_like(born["tokens"], dtype=torch.int64)),
+            poison_tokens=facts.poison_tokens,
+            poison_lengths=facts.poison_lengths,
+        )
+        self.running: _Batch | None = None
+        self.prefill: _Batch | None = None
+        self.started = False
+        self._perform: dict[type[Operation], Callable[[Any, Effect], Iterator[Observation]]] = {
+            Admit: self._admit,
+            Adopt: self._absorb,
+            Merge: self._absorb,
+            Step: self._step,
+            Filter: self._filter,
+            Retract: self._filter,
+            Idle: self._idle,
+            Law: self._law,
+            Wild: self._wild,
+        }
+
+    def perform(self, operation: Operation, effect: Effect) -> Iterator[Observation]:
+        """Advance by one operation, yielding the observation that each call must give.
+
+        The model moves on only when the next observation is asked for, so what was yielded is the
+        state right after that call.
+        """
+        perform = self._perform.get(type(operation))
+        if perform is not None:
+            yield from perform(operation, effect)
+
+    def resynchronize(
+        self,
+        channels: dict[str, Tensor],
+        running: dict[str, Tensor] | None,
+        prefill: dict[str, Tensor] | None,
+    ) -> None:
+        """Take over what the tree holds, after a deviation that a waiver covers."""
+        self.relay.tokens = channels.get("tokens", self.relay.tokens).clone()
+        self.relay.lengths = channels.get("lengths", self.relay.lengths).clone()
+        for batch, rows in ((self.running, running), (self.prefill, prefill)):
+            if batch is not None and rows is not None:
+                batch.slots = rows["slots"]
+                draft = {name: value for name, value in rows.items() if name != "slots"}
+                batch.draft = replace(batch.draft, **draft)  # type: ignore[arg-type]
+
+    # -- helpers --------------------------------------------------------------------------------
+
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.facts.device)
+
+    def _relay_aspects(self) -> dict[str, Any]:
+        channels = {"tokens": self.relay.tokens, "lengths": self.relay.lengths}
+        return {f"relay_{name}": channels[name] for name in self.facts.channels}
+
+    def _forward(self, effect: Effect, slots: Tensor) -> Generator[Observation, None, DraftInput]:
+        """What a forward hands over: build, publish, stash, restore."""
+        tokens = self._tensor(effect.tokens, self.facts.token_dtype)
+        draft = draft_input.live(tokens, self._tensor(effect.lengths))
+        yield _expect("build", tokens=draft.tokens, lengths=draft.lengths, undeclared=[])
+        if self.header.overlap:
+            if effect.slots:
+                self.relay.publish(slots, draft.lengths)
+            yield _expect("publish", **self._relay_aspects(), copied=True)
+            if effect.slots:
+                self.relay.stash(slots, draft.tokens)
+            yield _expect("stash", **self._relay_aspects(), copied=True)
+            if not effect.slots:
+                yield _expect("idle-signals", unchanged=True)
+            draft = replace(draft, future_indices=slots)
+        yield _expect("restore", changed=[])
+        return draft
+
+    # -- operations -------------------------------------------------------------------------------
+
+    def _admit(self, operation: Admit, effect: Effect) -> Iterator[Observation]:
+        if not self.started:
+            yield _expect("relay", undeclared=[])
+        self.started = True
+        lengths = self._tensor(effect.lengths)
+        yield _expect("admit-resolve", input_ids=lengths, seq_lens=lengths, **self._relay_aspects())
+        slots = self._tensor(effect.slots)
+        draft = yield from self._forward(effect, slots)
+        self.prefill = _Batch(effect.requests, slots, draft, self.facts.direct_carry)
+
+    def _absorb(self, operation: Operation, effect: Effect) -> Iterator[Observation]:
+        assert self.prefill is not None
+        batch, self.prefill = self.prefill, None
+        if not effect.keep:
+            yield _expect("absorb-filter", requests=[])
+            return
+        self._keep(batch, effect.keep)
+        yield self._rows("absorb-filter", batch)
+        if self.running is None:
+            self.running = batch
+            return
+        running = self.running
+        running.requests = running.requests + batch.requests
+        running.slots = torch.cat([running.slots, batch.slots])
+        running.draft = draft_input.merge(running.draft, batch.draft)
+        running.direct = False
+        yield self._rows("merge", running, right_intact=True, right_shared=[])
+
+    def _keep(self, batch: _Batch, keep: list[int]) -> None:
+        """Filter a batch; keeping every row in order is not a filter at all."""
+        if keep == list(range(len(batch.requests))):
+            return
+        rows = self._tensor(keep)
+        batch.requests = [batch.requests[i] for i in keep]
+        batch.slots = batch.slots[rows]
+        batch.draft = draft_input.filter_rows(batch.draft, rows)
+        batch.direct = False
+
+    def _filter(self, operation: Operation, effect: Effect) -> Iterator[Observation]:
+        assert self.running is not None
+        call = operation.op
+        if not effect.keep:
+            yield _expect(call, requests=[])
+            self.running = None
+            return
+        self._keep(self.running, effect.keep)
+        yield self._rows(call, self.running)
+
+    def _rows(self, call: str, batch: _Batch, **more: Any) -> Observation:
+        draft = batch.draft
+        aspects: dict[str, Any] = {
+            "requests": [r.number for r in batch.requests],
+            "slots": batch.slots,
+            "slots_cpu": batch.slots.cpu(),
+            "future": draft.future_indices,
+        }
+        if draft.future_indices is None:
+            aspects["tokens"] = draft.tokens
+            aspects["lengths"] = draft.lengths
+            aspects["widths"] = _widths(draft)
+        if call != "merge":
+            aspects.update(self._relay_aspects())
+        return _expect(call, **aspects, held=True, **more)
+
+    def _step(self, operation: Step, effect: Effect) -> Iterator[Observation]:
+        batch = self.running
+        assert batch is not None
+        facts, header = self.facts, self.header
+        lag = facts.host_lengths_lag and header.overlap
+        committed = torch.tensor(effect.committed, dtype=torch.int64)
+        yield _expect(
+            "prepare",
+            undeclared=[],
+            committed=committed,
+            committed_sum=sum(effect.committed),
+            planning=effect.before if facts.host_lengths_lag else None,
+        )
+        if not header.overlap:
+            tokens, lengths = batch.draft.tokens, batch.draft.lengths
+        elif batch.direct:
+            # 0.5.14: the rows never left the draft input, so the relay is not asked.
+            tokens, lengths = batch.draft.tokens, batch.draft.lengths
+        else:
+            assert batch.draft.future_indices is not None
+            lengths = self.relay.resolve_lengths(batch.draft.future_indices)
+            tokens = self.relay.resolve_tokens(batch.draft.future_indices)
+        if lag:
+            host, host_sum = committed, sum(effect.committed)
+        elif header.needs_cpu_seq_lens or not header.overlap:
+            host, host_sum = lengths.cpu(), sum(effect.before)
+        else:
+            host, host_sum = None, None
+        yield _expect(
+            "resolve",
+            tokens=tokens,
+            lengths=lengths,
+            aliased=[],
+            host=host,
+            host_sum=host_sum,
+            **self._relay_aspects(),
+        )
+        batch.draft = yield from self._forward(effect, batch.slots)
+        batch.direct = facts.direct_carry
+
+    def _idle(self, operation: Idle, effect: Effect) -> Iterator[Observation]:
+        yield _expect("idle-resolve", **self._relay_aspects(), seq_lens=self._tensor([]))
+        yield from self._forward(effect, self._tensor([]))
+        if self.running is not None:
+            yield self._rows("idle", self.running)
+
+    # -- laws ----------------------------------------------------------------------------------------
+
+    def _operand(self, operation: Law, effect: Effect, rows: list[int]) -> DraftInput:
+        draft = draft_input.live(
+            self._tensor([effect.tokens[i] for i in rows], self.facts.token_dtype),
+            self._tensor([effect.lengths[i] for i in rows]),
+        )
+        if operation.form == "relayed":
+            draft = replace(draft, future_indices=self._tensor([effect.slots[i] for i in rows]))
+        if operation.mirrors:
+            mirrors = {
+                name: torch.tensor([effect.lengths[i] + offset for i in rows], dtype=torch.int32)
+                for offset, (name, _) in enumerate(self.facts.mirrors, 1)
+            }
+            draft = replace(draft, mirrors=mirrors)
+        return draft
+
+    def _law(self, operation: Law, effect: Effect) -> Iterator[Observation]:
+        law = operation.law
+        rows = list(range(len(effect.slots)))
+        if law == "idle":
+            yield _expect("idle-input", layout=None)
+            return
+        if law == "consume-twice":
+            outcomes = {"tokens": [False, True]}
+            if self.facts.poison_lengths:
+                outcomes["lengths"] = [False, True]
+            yield _expect("consume-twice", **outcomes)
+            return
+        whole = self._operand(operation, effect, rows)
+        if law in ("filter", "compose"):
+            whole = draft_input.filter_rows(whole, self._tensor(list(operation.keep)))
+            yield self._draft("law-filter", whole, **({"held": True} if law == "filter" else {}))
+            if law == "filter":
+                if self.facts.host_index_filter:
+                    yield self._draft("law-host-path", whole)
+            else:
+                whole = draft_input.filter_rows(whole, self._tensor(list(operation.then)))
+                yield self._draft("law-compose", whole)
+        elif law in ("keep-all", "neutral"):
+            yield self._draft(f"law-{law}", whole)
+            if law == "neutral":
+                yield self._draft(f"law-{law}", whole)
+        elif law == "merge":
+            yield self._draft("law-merge", whole, right_intact=True, right_shared=[])
+        elif law == "associate":
+            first, second = sorted((operation.cut, len(rows) // 2))
+            yield self._draft("law-merge", self._operand(operation, effect, rows[first:]))
+            yield self._draft("law-associate", whole)
+            yield self._draft("law-merge", self._operand(operation, effect, rows[:second]))
+            yield self._draft("law-associate", whole)
+        elif law == "distribute":
+            left = [i for i in operation.keep if i < operation.cut]
+            right = [i for i in operation.keep if i >= operation.cut]
+            yield self._draft("law-filter", self._operand(operation, effect, left))
+            yield self._draft("law-filter", self._operand(operation, effect, right))
+            kept = self._operand(operation, effect, left + right)
+            yield self._draft("law-distribute", kept)
+
+    def _draft(self, call: str, draft: DraftInput, **more: Any) -> Observation:
+        aspects: dict[str, Any] = {"future": draft.future_indices}
+        if draft.future_indices is None:
+            aspects["tokens"] = draft.tokens
+            aspects["lengths"] = draft.lengths
+            aspects["widths"] = _widths(draft)
+        sums = {
+            name: draft.sums[name]
+            for name, total in self.facts.mirrors
+            if total and name in draft.mirrors
+        }
+        return _expect(
+            call, **aspects, mirrors=draft.mirrors, sums=sums, **more, **self._relay_aspects()
+        )
+
+    def _wild(self, operation: Wild, effect: Effect) -> Iterator[Observation]:
+        rows = list(range(len(effect.slots)))
+        use = operation.use
+        if use == "resolve-without-indices":
+            yield _expect(
+                f"wild-{use}",
+                outcome=None,
+                tokens=self._tensor(effect.tokens, self.facts.token_dtype),
+                lengths=self._tensor(effect.lengths),
+            )
+        elif use.startswith("merge-raw-idle"):
+            yield self._draft(f"wild-{use}", self._operand(Law("merge"), effect, rows))
+        else:
+            # No result would be right: only a clear error will do.
+            yield _expect(f"wild-{use}", outcome="an error")
+
+
+def _expect(call: str, **aspects: Any) -> Observation:
+    return Observation(call, aspects)
+
+
+def _widths(draft: DraftInput) -> list[tuple[int, ...]]:
+    """Shapes of the five stored tensors, in the order of the tree's fields."""
+    order = ("topk_p", "topk_index", "tokens", "lengths", "hidden_states")
+    assert set(order) == set(STORED)
+    return [tuple(getattr(draft, name).shape) for name in order]

@@ -1,0 +1,134 @@
+"""Replay one trace on a loaded tree and on the model, call by call, and judge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from conformance.observation import Observation
+from conformance.oracle import Facts, Oracle
+from conformance.sut.driver import Driver
+from conformance.sut.surface import Surface
+from conformance.verdict import Context, Difference, judge
+from generators.operations import Trace
+from generators.protocol import State
+
+
+@dataclass
+class Replay:
+    """The outcome of one trace.
+
+    Attributes:
+        difference: the first difference, or None.
+        operation: index of the operation it showed at.
+        operations, calls: how much was carried out.
+        waived: (operation index, difference) of waived differences; the trace went on after them.
+    """
+
+    difference: Difference | None = None
+    operation: int = -1
+    operations: int = 0
+    calls: int = 0
+    waived: list[tuple[int, Difference]] = field(default_factory=list)
+
+
+class _Differs(Exception):
+    def __init__(self, difference: Difference) -> None:
+        self.difference = difference
+
+
+def facts_of(surface: Surface) -> Facts:
+    """What the oracle must know of the tree."""
+    channels = (("tokens", surface.token_channel), ("lengths", surface.length_channel))
+    return Facts(
+        device=surface.device.device,
+        token_dtype=surface.token_dtype,
+        channels=tuple(name for name, channel in channels if channel),
+        poison_tokens=surface.poison_tokens,
+        poison_lengths=surface.poison_lengths,
+        host_lengths_lag="host_lengths_lag" in surface.features,
+        direct_carry="direct_carry" in surface.features,
+        mirrors=tuple((m.name, m.sums) for m in surface.draft_fields("mirror")),
+        host_index_filter="host_index_filter" in surface.features,
+    )
+
+
+@dataclass
+class Player:
+    """Replays traces on one loaded tree and counts what was reached.
+
+    Attributes:
+        surface: the tree.
+        reached: how often each call and operation was carried out.
+        waived: (clause, anomaly) pairs that are recorded instead of ending the trace.
+    """
+
+    surface: Surface
+    reached: Counter[str] = field(default_factory=Counter)
+    waived: frozenset[tuple[str, str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.facts = facts_of(self.surface)
+
+    def replay(self, trace: Trace, progress: Any = None) -> Replay:
+        """Carry out `trace` until its end or the first difference.
+
+        Args:
+            trace: legal on this tree, or with wild operations.
+            progress: called with the index of each operation before it is carried out.
+        """
+        state = State(trace.header)
+        outcome = Replay()
+        expectations: Iterator[Observation] = iter(())
+        context: Context
+        previous: dict[str, Tensor] = {}
+        calls = self.reached
+
+        def sink(observed: Observation) -> None:
+            nonlocal previous
+            expected = next(expectations, None)
+            calls[observed.call] += 1
+            if expected is None or expected.call != observed.call:
+                if "error" not in observed.aspects:
+                    raise AssertionError(f"no expectation for {observed.call}, but {expected}")
+                expected = Observation(observed.call, {})
+            context.previous = previous
+            difference = judge(expected, observed, context)
+            if difference is not None:
+                if (difference.clause, difference.anomaly) not in self.waived:
+                    raise _Differs(difference)
+                outcome.waived.append((outcome.operations, difference))
+            if "relay_tokens" in expected.aspects:
+                # After an agreement the model's rows are the tree's rows.
+                previous = {k: v for k, v in expected.aspects.items() if k.startswith("relay_")}
+
+        driver = Driver(self.surface, trace.header, sink)
+        oracle = Oracle(self.facts, trace.header, driver.channels())
+        for index, operation in enumerate(trace.operations):
+            if progress is not None:
+                progress(index)
+            effect = state.apply(operation)
+            context = Context(state, operation, effect, previous)
+            expectations = oracle.perform(operation, effect)
+            try:
+                before = len(outcome.waived)
+                driver.perform(operation, effect)
+                left = next(expectations, None)
+                if len(outcome.waived) > before:
+                    if left is not None:
+                        break  # the tree raised in the middle: there is no state to go on from
+                    oracle.resynchronize(driver.channels(), *driver.rows())
+                elif left is not None:
+                    raise AssertionError(f"{operation.line()} gave no {left.call}")
+            except _Differs as found:
+                outcome.difference, outcome.operation = found.difference, index
+                break
+            finally:
+                outcome.operations += 1
+                outcome.calls = driver.calls
+                calls[f"operation {operation.name}"] += 1
+        return outcome

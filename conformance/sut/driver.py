@@ -1,0 +1,789 @@
+"""Carry out a trace on a loaded tree, in the order the real scheduler keeps, and observe.
+
+The driver knows the protocol of one overlapped step and nothing of what the values should be: it
+is handed them (:class:`~generators.protocol.Effect`), as the target model would. What it calls is
+the tree's own: relay, draft input, the worker's builders, ``ScheduleBatch.filter_batch`` and
+``merge_batch``, ``prepare_for_decode`` and the scheduler's ``_forward_isolation``. Every request
+comes with its whole row allocated, so that ``prepare_for_decode`` needs no KV slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.observation import Observation, Outcome
+from conformance.sut.isolation import StandInUsed
+from conformance.sut.surface import Settings, Surface, make_draft_input, make_pool, make_relay
+from generators.operations import (
+    Admit,
+    Adopt,
+    Filter,
+    Header,
+    Idle,
+    Law,
+    Merge,
+    Operation,
+    Retract,
+    Step,
+    Wild,
+)
+from generators.protocol import Effect, Request
+from generators.values import STRIDE
+
+_ROW_WIDTH = STRIDE
+
+
+class HarnessGap(AttributeError):
+    """The tree reads something that the harness's request or pool does not have."""
+
+
+class HostRequest:
+    """A request as the tree sees it: lengths on the host, nothing to sample or to stream."""
+
+    def __init__(self, number: int, length: int, no_capture: Any) -> None:
+        self.rid = number
+        self.kv = self  # newer trees keep the lengths on ``req.kv``
+        self.kv_committed_len = length
+        self.kv_allocated_len = (length // STRIDE + 1) * STRIDE + _ROW_WIDTH
+        self.sampling_params = _SAMPLING
+        self.decode_batch_idx = 0
+        self.finished_flag = False
+        self.return_logprob = False
+        self.return_hidden_states = False
+        self.return_hidden_states_mode = no_capture
+        self.grammar = None
+
+    def finished(self) -> bool:
+        return self.finished_flag
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise HarnessGap(f"the tree reads Req.{name}, which the harness does not have")
+
+
+_SAMPLING = Settings(top_k=1)
+
+
+class _SamplingInfo:
+    """Sampling parameters of a batch: the double follows filters and merges and holds nothing."""
+
+    penalizer_orchestrator = Settings(is_required=False)
+
+    def filter_batch(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def merge_batch(self, *_: Any) -> None:
+        return None
+
+    def copy_for_forward(self) -> _SamplingInfo:
+        return self
+
+
+class _Tree:
+    """The prefix cache: no sliding window, nothing to evict."""
+
+    def supports_swa(self) -> bool:
+        return False
+
+
+def storage(tensor: Tensor) -> int:
+    """Address of the tensor's storage; two tensors alias if these are equal and not 0."""
+    return tensor.untyped_storage().data_ptr()
+
+
+class Driver:
+    """One trace on one tree.
+
+    Args:
+        surface: the loaded tree.
+        header: the trace's setting.
+        sink: receives every observation right after its call; tensors in it are the tree's own
+            and change with the next call.
+    """
+
+    def __init__(
+        self, surface: Surface, header: Header, sink: Callable[[Observation], None]
+    ) -> None:
+        self.surface, self.header = surface, header
+        self.device = surface.device.device
+        surface.settings.speculative_num_draft_tokens = header.block
+        self.pool = make_pool(surface, header.pool)
+        self.relay = make_relay(surface, self.pool, needs_cpu_seq_lens=header.needs_cpu_seq_lens)
+        self.model_config = Settings(is_encoder_decoder=False, vocab_size=1 << 31)
+        self.allocator = Settings(page_size=header.page)
+        self.tree = _Tree()
+        self.requests: dict[tuple[int, int], HostRequest] = {}
+        self.running: Any = None
+        self.prefill: Any = None
+        self.sink = sink
+        self.calls = 0
+        self._batch_fields = [f.name for f in dataclasses.fields(surface.schedule_batch)]
+        self._batch_values = operator.attrgetter(*self._batch_fields)
+        self._declared = surface.census["draft"].keys()
+        self._rows = [f.name for f in surface.draft_fields("row")]
+        self._mirrors = surface.draft_fields("mirror")
+        # The worker writes its results into two buffers in turn.
+        dtype = torch.int32 if surface.capabilities.token_bits < 32 else torch.int64
+        self._output = [
+            (
+                torch.zeros(header.pool, dtype=dtype, device=self.device),
+                torch.zeros(header.pool, dtype=torch.int64, device=self.device),
+            )
+            for _ in range(2)
+        ]
+        self._turn = 0
+        self._started = False
+        self._scheduler = Settings(batch_record_ct=0, batch_record_buf=[None, None])
+        self._scheduler.record_batch_in_overlap = lambda batch: None
+        self._token_field = surface.token_field
+        self._perform: dict[type[Operation], Callable[[Any, Effect], None]] = {
+            Admit: self._admit,
+            Adopt: self._absorb,
+            Merge: self._absorb,
+            Step: self._step,
+            Filter: self._filter,
+            Retract: self._retract,
+            Idle: self._idle,
+            Law: self._law,
+            Wild: self._wild,
+        }
+
+    # -- observing ----------------------------------------------------------------------------
+
+    def perform(self, operation: Operation, effect: Effect) -> None:
+        """Carry out one operation, handing the sink what each of its calls made visible."""
+        perform = self._perform.get(type(operation))
+        if perform is not None:
+            with contextlib.suppress(_Stopped):
+                perform(operation, effect)
+
+    def _observe(self, call: str, **aspects: Any) -> None:
+        self.sink(Observation(call, aspects))
+
+    def _call(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call into the tree; an exception becomes an observation and ends the operation."""
+        self.calls += 1
+        try:
+            return function(*args, **kwargs)
+        except (StandInUsed, HarnessGap):
+            raise
+        except Exception as error:
+            self._observe(call, error=Outcome.of(error), during=function.__name__)
+            raise _Stopped from None
+
+    def _try(self, function: Callable[..., Any], *args: Any) -> Outcome | None:
+        """Call into the tree where an error is an answer, not the end."""
+        self.calls += 1
+        try:
+            function(*args)
+        except (StandInUsed, HarnessGap):
+            raise
+        except Exception as error:
+            return Outcome.of(error)
+        return None
+
+    def channels(self) -> dict[str, Tensor]:
+        """The relay's recognised buffers, as they are now."""
+        found = {}
+        for name, channel in (
+            ("tokens", self.surface.token_channel),
+            ("lengths", self.surface.length_channel),
+        ):
+            value = getattr(self.relay, channel, None) if channel else None
+            if value is not None:
+                found[name] = value
+        return found
+
+    def rows(self) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
+        """What the running and the last prefill batch hold: ``slots``, and their draft's rows."""
+        held = []
+        for batch in (self.running, self.prefill):
+            if batch is None:
+                held.append(None)
+                continue
+            draft = batch.spec_info
+            values = {"slots": batch.req_pool_indices}
+            if draft.future_indices is not None:
+                values["future_indices"] = draft.future_indices
+            values["tokens"] = getattr(draft, self._token_field)
+            values["lengths"] = draft.new_seq_lens
+            held.append({name: value.clone() for name, value in values.items()})
+        running, prefill = held
+        return running, prefill
+
+    def _buffers(self) -> tuple[str, ...]:
+        """Names of all tensors the relay holds; a lazily created one shows here."""
+        return tuple(k for k, v in vars(self.relay).items() if isinstance(v, Tensor))
+
+    def _relay_aspects(self) -> dict[str, Any]:
+        return {f"relay_{name}": value for name, value in self.channels().items()}
+
+    def _signals(self) -> tuple[Any, ...]:
+        """Signals of the relay: how often its event was recorded, whether it is armed, its buffers."""
+        event = getattr(self.relay, "publish_ready", None)
+        fresh = getattr(self.relay, "_publish_fresh", None)
+        return (getattr(event, "recorded", None), fresh, self._buffers())
+
+    def _undeclared(self, owner: str, thing: Any) -> list[str]:
+        declared = self.surface.census[owner]
+        return [name for name in vars(thing) if name not in declared]
+
+    # -- making batches --------------------------------------------------------------------------
+
+    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def _host_request(self, request: Request) -> HostRequest:
+        key = (request.number, request.generation)
+        host = self.requests.get(key)
+        if host is None:
+            host = self.requests[key] = HostRequest(
+                request.number, request.committed, self.surface.no_capture
+            )
+        return host
+
+    def _new_batch(self, requests: list[Request], slots: list[int], lengths: list[int]) -> Any:
+        """A batch as ``prepare_for_extend`` (or, without requests, ``prepare_for_idle``) leaves it."""
+        modes = self.surface.forward_mode
+        batch = self.surface.schedule_batch(
+            reqs=[self._host_request(r) for r in requests],
+            model_config=self.model_config,
+            token_to_kv_pool_allocator=self.allocator,
+            req_to_token_pool=self.pool,
+            tree_cache=self.tree,
+            enable_overlap=self.header.overlap,
+            device=str(self.device),
+            spec_algorithm=self.surface.algorithm,
+        )
+        batch.forward_mode = modes.EXTEND if requests else modes.IDLE
+        batch.sampling_info = _SamplingInfo()
+        batch.req_pool_indices = self._tensor(slots)
+        batch.req_pool_indices_cpu = torch.tensor(slots, dtype=torch.int64)
+        batch.seq_lens = self._tensor(lengths)
+        batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
+        batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
+        batch.seq_lens_sum = sum(lengths)
+        if requests:
+            batch.input_ids = None
+            batch.prefill_input_ids_cpu = batch.seq_lens_cpu
+        else:
+            batch.input_ids = self._tensor([])
+        return batch
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def _resolve(self, call: str, batch: Any) -> None:
+        """What happens before a forward: the two resolves, lengths first."""
+        if self.header.overlap:
+            self._call(call, self.relay.resolve_seq_lens_cpu, batch)
+        self._call(call, self.surface.resolve_forward_inputs, batch, self.relay)
+
+    @contextlib.contextmanager
+    def _isolation(self, batch: Any) -> Iterator[None]:
+        """The scheduler's own transaction around a forward, if the tree has one."""
+        if self.surface.isolation_of is None:
+            saved = {name: getattr(batch, name) for name in self._batch_fields}
+            yield
+            for name, value in saved.items():
+                setattr(batch, name, value)
+        else:
+            with self.surface.isolation_of(self._scheduler, batch, overlap=self.header.overlap):
+                yield
+
+    def _forward(self, batch: Any, effect: Effect, build: Callable[[], Any]) -> None:
+        """A worker's forward and the hand-over after it.
+
+        Order: snapshot, forward (which edits the batch and publishes), stash, restore; then the
+        batch carries the next draft input, whose future indices are the batch's own slots.
+        """
+        before = self._batch_values(batch)
+        draft = None
+        with self._isolation(batch):
+            # A real forward rebinds these in the middle; the transaction undoes it.
+            batch.forward_mode = self.surface.forward_mode.TARGET_VERIFY
+            batch.seq_lens = batch.seq_lens + 1
+            batch.seq_lens_cpu = None
+            batch.seq_lens_sum = None
+            batch.out_cache_loc = batch.seq_lens
+            slots = batch.req_pool_indices
+            draft = self._call("build", build)
+            lengths = draft.new_seq_lens
+            self._observe(
+                "build",
+                tokens=getattr(draft, self._token_field),
+                lengths=lengths,
+                undeclared=self._undeclared("draft", draft),
+            )
+            if self.header.overlap:
+                signals = self._signals()
+                self._call("publish", self.relay.publish, slots, lengths)
+                self._observe("publish", **self._relay_aspects(), **self._copies(lengths))
+                self._call("stash", self.relay.stash, slots, self.surface.payload(draft))
+                tokens = getattr(draft, self._token_field)
+                self._observe(
+                    "stash",
+                    **self._relay_aspects(),
+                    **self._copies(tokens),
+                )
+                if not effect.slots:
+                    self._observe("idle-signals", unchanged=self._signals() == signals)
+        after = self._batch_values(batch)
+        same = map(operator.is_, before, after)
+        self._observe(
+            "restore",
+            changed=[n for n, s in zip(self._batch_fields, same, strict=True) if not s],
+        )
+        batch.input_ids = None
+        batch.spec_info = draft
+        if self.header.overlap:
+            draft.future_indices = batch.req_pool_indices
+        elif effect.slots:
+            batch.seq_lens = lengths
+            if batch.seq_lens_cpu is not None:
+                batch.seq_lens_cpu = lengths.to("cpu")
+                batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+
+    def _copies(self, source: Tensor) -> dict[str, bool]:
+        address = storage(source)
+        return {
+            "copied": address == 0
+            or all(storage(buffer) != address for buffer in self.channels().values())
+        }
+
+    # -- operations -----------------------------------------------------------------------------
+
+    def _admit(self, operation: Admit, effect: Effect) -> None:
+        batch = self._new_batch(effect.requests, effect.slots, effect.lengths)
+        for request in effect.requests:
+            self._host_request(request).kv_committed_len = request.length
+        if not self._started:
+            self._started = True
+            self._observe("relay", undeclared=self._undeclared("relay", self.relay))
+        self._resolve("admit-resolve", batch)
+        self._observe(
+            "admit-resolve",
+            input_ids=batch.input_ids,
+            seq_lens=batch.seq_lens,
+            **self._relay_aspects(),
+        )
+        tokens = self._tensor(effect.tokens)
+        lengths, host = batch.seq_lens, batch.seq_lens_cpu
+
+        def build() -> Any:
+            # A prefill publishes the batch's own lengths: the sampled token is not counted.
+            return make_draft_input(
+                self.surface,
+                tokens,
+                lengths,
+                prefill=True,
+                cur_allocated_seq_lens_cpu=host,
+            )
+
+        self._forward(batch, effect, build)
+        self.prefill = batch
+
+    def _absorb(self, operation: Operation, effect: Effect) -> None:
+        batch = self.prefill
+        chunked = [
+            host
+            for row, host in enumerate(batch.reqs)
+            if row not in effect.keep and not host.finished()
+        ]
+        self._mark_finished(batch, effect.keep, chunked)
+        held = self._hold(batch)
+        self._call("absorb-filter", batch.filter_batch, chunked)
+        if effect.keep:
+            self._observe_rows("absorb-filter", batch, held)
+        else:
+            self._observe("absorb-filter", requests=[host.rid for host in batch.reqs])
+        self.prefill = None
+        if not effect.stays:
+            return
+        if isinstance(operation, Adopt):
+            self.running = batch
+            return
+        running = self.running
+        right = copy.copy(batch.spec_info)
+        right_values = {
+            k: v.clone() for k, v in vars(right).items() if isinstance(v, Tensor) and "buf" not in k
+        }
+        held = self._hold(running)
+        self._call("merge", running.merge_batch, batch)
+        other = batch.spec_info
+        intact = all(torch.equal(getattr(other, k), v) for k, v in right_values.items())
+        mine = self._live_tensors(running.spec_info)
+        theirs = {storage(t) for t in self._live_tensors(other).values()} - {0}
+        self._observe_rows(
+            "merge",
+            running,
+            held,
+            right_intact=intact,
+            right_shared=[name for name, t in mine.items() if storage(t) in theirs],
+        )
+
+    def _live_tensors(self, draft: Any) -> dict[str, Tensor]:
+        """Tensors of a draft input that carry rows in its present form."""
+        if draft.future_indices is not None:
+            return {"future_indices": draft.future_indices}
+        return {name: getattr(draft, name) for name in self._rows}
+
+    def _mark_finished(self, batch: Any, keep: list[int], chunked: list[HostRequest]) -> None:
+        for row, host in enumerate(batch.reqs):
+            if row not in keep and host not in chunked:
+                host.finished_flag = True
+
+    def _step(self, operation: Step, effect: Effect) -> None:
+        batch = self.running
+        batch.forward_mode = self.surface.forward_mode.DECODE
+        for host, committed in zip(batch.reqs, effect.committed, strict=True):
+            host.kv_committed_len = committed
+        draft = batch.spec_info
+        self._call("prepare", draft.prepare_for_decode, batch)
+        planning = getattr(draft, "planning_seq_lens_cpu", None)
+        self._observe(
+            "prepare",
+            undeclared=self._undeclared("draft", draft),
+            committed=batch.seq_lens_cpu,
+            committed_sum=batch.seq_lens_sum,
+            planning=planning,
+        )
+        self._resolve("resolve", batch)
+        draft = batch.spec_info
+        tokens = getattr(draft, self._token_field)
+        aliased = [
+            what
+            for what, value in (("tokens", tokens), ("lengths", batch.seq_lens))
+            if storage(value) in {storage(b) for b in self.channels().values()}
+        ]
+        self._observe(
+            "resolve",
+            tokens=tokens,
+            lengths=batch.seq_lens,
+            host=batch.seq_lens_cpu,
+            host_sum=batch.seq_lens_sum,
+            aliased=aliased,
+            **self._relay_aspects(),
+        )
+        output, output_lengths = self._output[self._turn]
+        self._turn ^= 1
+        rows = len(effect.slots)
+        reserved = getattr(draft, "reserved_seq_lens_cpu", None)
+
+        def build() -> Any:
+            output[:rows] = self._tensor(effect.tokens)
+            output_lengths[:rows] = self._tensor(effect.lengths)
+            return make_draft_input(
+                self.surface,
+                output[:rows],
+                output_lengths[:rows],
+                cur_allocated_seq_lens_cpu=reserved,
+            )
+
+        self._forward(batch, effect, build)
+
+    def _hold(self, batch: Any) -> list[tuple[Tensor, Tensor]]:
+        """Tensors that others may hold (the result queue, the relay's stash): with their values."""
+        tensors = [batch.req_pool_indices, *self._live_tensors(batch.spec_info).values()]
+        return [(tensor, tensor.clone()) for tensor in tensors]
+
+    def _filter(self, operation: Operation, effect: Effect) -> None:
+        batch = self.running
+        self._mark_finished(batch, effect.keep, [])
+        held = self._hold(batch)
+        self._call("filter", batch.filter_batch)
+        if effect.keep:
+            self._observe_rows("filter", batch, held)
+        else:
+            # The tree leaves stale tensors in an emptied batch; callers drop it, and so do we.
+            self._observe("filter", requests=[host.rid for host in batch.reqs])
+            self.running = None
+
+    def _retract(self, operation: Retract, effect: Effect) -> None:
+        batch = self.running
+        held = self._hold(batch)
+        self._call("retract", batch.filter_batch, keep_indices=list(effect.keep))
+        self._observe_rows("retract", batch, held)
+
+    def _observe_rows(
+        self, call: str, batch: Any, held: list[tuple[Tensor, Tensor]], **more: Any
+    ) -> None:
+        """Everything a filter or merge of a batch decides."""
+        draft = batch.spec_info
+        aspects: dict[str, Any] = {
+            "requests": [host.rid for host in batch.reqs],
+            "slots": batch.req_pool_indices,
+            "slots_cpu": batch.req_pool_indices_cpu,
+            "future": draft.future_indices,
+        }
+        if draft.future_indices is None:
+            aspects["tokens"] = getattr(draft, self._token_field)
+            aspects["lengths"] = draft.new_seq_lens
+            aspects["widths"] = [tuple(t.shape) for t in self._live_tensors(draft).values()]
+        aspects.update(self._relay_aspects())
+        aspects["held"] = all(torch.equal(tensor, value) for tensor, value in held)
+        self._observe(call, **aspects, **more)
+
+    def _idle(self, operation: Idle, effect: Effect) -> None:
+        batch = self._new_batch([], [], [])
+        self._resolve("idle-resolve", batch)
+        self._observe("idle-resolve", **self._relay_aspects(), seq_lens=batch.seq_lens)
+
+        def build() -> Any:
+            if operation.during == "prefill":
+                return self.surface.draft_input.create_idle_input(self.device)
+            dtype = self._output[0][0].dtype
+            return make_draft_input(
+                self.surface,
+                torch.empty((0,), dtype=dtype, device=self.device),
+                self._tensor([]),
+            )
+
+        self._forward(batch, effect, build)
+        if self.running is not None:
+            self._observe_rows("idle", self.running, [])
+
+    # -- laws: on copies of the running batch's draft input ---------------------------------------
+
+    def _law(self, operation: Law, effect: Effect) -> None:
+        rows = list(range(len(effect.slots)))
+        if operation.law == "idle":
+            self._observe_idle_input(effect)
+            return
+        if operation.law == "consume-twice":
+            self._consume_twice(effect)
+            return
+        whole = self._operand(operation, effect, rows)
+        if operation.law == "filter":
+            held = [(t, t.clone()) for t in self._live_tensors(whole).values()]
+            twin = self._operand(operation, effect, rows)
+            self._filter_draft(whole, operation.keep)
+            intact = all(torch.equal(t, value) for t, value in held)
+            self._observe_draft("law-filter", whole, held=intact)
+            if "new_indices_cpu" in self.surface.filter_arguments:
+                self._filter_draft(twin, operation.keep, host=True)
+                self._observe_draft("law-host-path", twin)
+        elif operation.law == "compose":
+            self._filter_draft(whole, operation.keep)
+            self._observe_draft("law-filter", whole)
+            self._filter_draft(whole, operation.then)
+            self._observe_draft("law-compose", whole)
+        elif operation.law == "keep-all":
+            self._filter_draft(whole, tuple(rows))
+            self._observe_draft("law-keep-all", whole)
+        elif operation.law == "merge":
+            self._law_merge(operation, effect)
+        elif operation.law == "associate":
+            self._law_associate(operation, effect)
+        elif operation.law == "distribute":
+            left = self._operand(operation, effect, rows[: operation.cut])
+            right = self._operand(operation, effect, rows[operation.cut :])
+            self._filter_draft(left, [i for i in operation.keep if i < operation.cut])
+            self._observe_draft("law-filter", left)
+            self._filter_draft(
+                right, [i - operation.cut for i in operation.keep if i >= operation.cut]
+            )
+            self._observe_draft("law-filter", right)
+            self._call("law-distribute", left.merge_batch, right)
+            self._observe_draft("law-distribute", left)
+        elif operation.law == "neutral":
+            right = self._operand(operation, effect, [])
+            self._call("law-neutral", whole.merge_batch, right)
+            self._observe_draft("law-neutral", whole)
+            left = self._operand(operation, effect, [])
+            self._call("law-neutral", left.merge_batch, self._operand(operation, effect, rows))
+            self._observe_draft("law-neutral", left)
+
+    def _law_merge(self, operation: Law, effect: Effect) -> None:
+        rows = list(range(len(effect.slots)))
+        left = self._operand(operation, effect, rows[: operation.cut])
+        right = self._operand(operation, effect, rows[operation.cut :])
+        before = {k: v.clone() for k, v in self._live_tensors(right).items()}
+        self._call("law-merge", left.merge_batch, right)
+        after = self._live_tensors(right)
+        theirs = {storage(t) for t in after.values()} - {0}
+        self._observe_draft(
+            "law-merge",
+            left,
+            right_intact=all(torch.equal(after[k], v) for k, v in before.items()),
+            right_shared=[
+                name for name, t in self._live_tensors(left).items() if storage(t) in theirs
+            ],
+        )
+
+    def _law_associate(self, operation: Law, effect: Effect) -> None:
+        rows = list(range(len(effect.slots)))
+        first, second = sorted((operation.cut, len(rows) // 2))
+        parts = (rows[:first], rows[first:second], rows[second:])
+        a, b, c = (self._operand(operation, effect, part) for part in parts)
+        self._call("law-associate", b.merge_batch, c)
+        self._observe_draft("law-merge", b)
+        self._call("law-associate", a.merge_batch, b)
+        self._observe_draft("law-associate", a)
+        a, b, c = (self._operand(operation, effect, part) for part in parts)
+        self._call("law-associate", a.merge_batch, b)
+        self._observe_draft("law-merge", a)
+        self._call("law-associate", a.merge_batch, c)
+        self._observe_draft("law-associate", a)
+
+    def _operand(self, operation: Law, effect: Effect, rows: list[int]) -> Any:
+        """A draft input of some of the running rows, from the worker's builder.
+
+        No rows means an idle draft input as a step leaves it: from ``create_idle_input``, with
+        the idle batch's empty slots as future indices.
+        """
+        tokens = self._tensor([effect.tokens[i] for i in rows], self._output[0][0].dtype)
+        lengths = self._tensor([effect.lengths[i] for i in rows])
+        if rows:
+            draft = make_draft_input(self.surface, tokens, lengths)
+        else:
+            draft = self.surface.draft_input.create_idle_input(self.device)
+        if operation.form == "relayed":
+            draft.future_indices = self._tensor([effect.slots[i] for i in rows])
+        if operation.mirrors:
+            for offset, mirror in enumerate(self._mirrors, 1):
+                values = [effect.lengths[i] + offset for i in rows]
+                setattr(draft, mirror.name, torch.tensor(values, dtype=torch.int32))
+                if mirror.sums:
+                    setattr(draft, mirror.sums, sum(values))
+        return draft
+
+    def _filter_draft(self, draft: Any, keep: Any, *, host: bool = False) -> None:
+        indices = self._tensor(list(keep))
+        if host:
+            self._call("law-host-path", draft.filter_batch, indices, new_indices_cpu=list(keep))
+        elif "has_been_filtered" in self.surface.filter_arguments:
+            # The way ScheduleBatch.filter_batch calls it: the rows have not been filtered yet.
+            self._call("law-filter", draft.filter_batch, indices, has_been_filtered=False)
+        else:
+            self._call("law-filter", draft.filter_batch, indices)
+
+    def _observe_draft(self, call: str, draft: Any, **more: Any) -> None:
+        mirrors = {
+            mirror.name: getattr(draft, mirror.name)
+            for mirror in self._mirrors
+            if getattr(draft, mirror.name, None) is not None
+        }
+        self._observe(
+            call,
+            future=draft.future_indices,
+            **(
+                {
+                    "tokens": getattr(draft, self._token_field),
+                    "lengths": draft.new_seq_lens,
+                    "widths": [tuple(t.shape) for t in self._live_tensors(draft).values()],
+                }
+                if draft.future_indices is None
+                else {}
+            ),
+            mirrors=mirrors,
+            sums={
+                m.name: getattr(draft, m.sums)
+                for m in self._mirrors
+                if m.sums and m.name in mirrors
+            },
+            **more,
+            **self._relay_aspects(),
+        )
+
+    def _observe_idle_input(self, effect: Effect) -> None:
+        idle = self._call("idle-input", self.surface.draft_input.create_idle_input, self.device)
+        live = make_draft_input(
+            self.surface, self._tensor(effect.tokens), self._tensor(effect.lengths)
+        )
+        layout = {}
+        for name in self._rows:
+            mine, theirs = getattr(idle, name), getattr(live, name)
+            layout[name] = (_layout(mine), _layout(theirs), mine.shape[0])
+        self._observe("idle-input", layout=layout)
+
+    # -- wild uses --------------------------------------------------------------------------------
+
+    def _wild(self, operation: Wild, effect: Effect) -> None:
+        rows = list(range(len(effect.slots)))
+        relayed, stored = Law("merge", "relayed"), Law("merge", "stored")
+        use = operation.use
+        if use == "resolve-without-indices":
+            self._wild_resolve(use, effect)
+            return
+        mirrored = Law("merge", "relayed", mirrors=True)
+        left = {
+            "merge-raw-idle-right": lambda: self._operand(relayed, effect, rows),
+            "merge-raw-idle-left": lambda: self._operand(stored, effect, []),
+            "mirror-left-only": lambda: self._operand(mirrored, effect, rows[:1]),
+            "mirror-right-only": lambda: self._operand(relayed, effect, rows[:1]),
+            "relayed-with-stored": lambda: self._operand(relayed, effect, rows[:1]),
+            "stored-with-relayed": lambda: self._operand(stored, effect, rows[:1]),
+        }[use]()
+        right = {
+            "merge-raw-idle-right": lambda: self._operand(stored, effect, []),
+            "merge-raw-idle-left": lambda: self._operand(relayed, effect, rows),
+            "mirror-left-only": lambda: self._operand(relayed, effect, rows[:1]),
+            "mirror-right-only": lambda: self._operand(mirrored, effect, rows[:1]),
+            "relayed-with-stored": lambda: self._operand(stored, effect, rows[:1]),
+            "stored-with-relayed": lambda: self._operand(relayed, effect, rows[:1]),
+        }[use]()
+        outcome = self._try(left.merge_batch, right)
+        if outcome is not None:
+            self._observe(f"wild-{use}", outcome=outcome)
+            return
+        self._observe_draft(f"wild-{use}", left, outcome=None)
+
+    def _wild_resolve(self, use: str, effect: Effect) -> None:
+        batch = copy.copy(self.running)
+        batch.spec_info = make_draft_input(
+            self.surface, self._tensor(effect.tokens), self._tensor(effect.lengths)
+        )
+        batch.seq_lens = self._tensor(effect.lengths)
+        batch.enable_overlap = True
+        outcome = self._try(self.relay.resolve_seq_lens_cpu, batch) or self._try(
+            self.surface.resolve_forward_inputs, batch, self.relay
+        )
+        self._observe(
+            f"wild-{use}",
+            outcome=outcome,
+            tokens=getattr(batch.spec_info, self._token_field),
+            lengths=batch.seq_lens,
+        )
+
+    def _consume_twice(self, effect: Effect) -> None:
+        """Write the running rows of a copied relay, then resolve them twice (debug only)."""
+        relay = copy.copy(self.relay)
+        for channel, buffer in self.channels().items():
+            name = {
+                "tokens": self.surface.token_channel,
+                "lengths": self.surface.length_channel,
+            }[channel]
+            assert name is not None
+            setattr(relay, name, buffer.clone())
+        batch = copy.copy(self.running)
+        slots = batch.req_pool_indices
+        batch.spec_info = self._operand(Law("merge"), effect, list(range(len(effect.slots))))
+        if hasattr(batch.spec_info, "direct_carry_valid"):
+            batch.spec_info.direct_carry_valid = False
+        relay.publish(slots, self._tensor(effect.lengths))
+        relay.stash(slots, self.surface.payload(batch.spec_info))
+        outcomes = {}
+        resolves = {"tokens": lambda: self.surface.resolve_forward_inputs(batch, relay)}
+        if self.surface.poison_lengths:
+            resolves["lengths"] = lambda: relay.resolve_seq_lens_cpu(batch)
+        for channel, resolve in resolves.items():
+            outcomes[channel] = [self._try(resolve) is not None for _ in range(2)]
+        self._observe("consume-twice", **outcomes)
+
+
+class _Stopped(Exception):
+    """The tree raised; the operation ends with that observation."""
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """What an idle tensor must share with a live one: dtype, rank, trailing dimensions, device."""
+    return (str(tensor.dtype), tensor.dim(), tuple(tensor.shape[1:]), str(tensor.device))

@@ -1,0 +1,322 @@
+"""Load the modules under test from an SGLang tree, unmodified, and nothing else of SGLang.
+
+A full SGLang install is gigabytes of CUDA packages; the code under test needs torch, triton and a
+few small ones. A ``sys.meta_path`` finder answers every ``sglang.*`` import in one of three ways:
+
+real    the tree's own source, compiled as it is (or with the syntax-tree edits of a seeded fault);
+double  a declared answer of the harness (``is_cuda``, ``get_spec``), listed in ``doubles``;
+inert   a stand-in that may be subclassed, used as a decorator, annotation or constant *while
+        modules load*. After :meth:`Isolation.seal` any use of one raises :class:`StandInUsed`
+        with its name and the line that used it, so nothing passes by accident.
+"""
+
+from __future__ import annotations
+
+import abc
+import ast
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PACKAGE = "sglang"
+
+
+class StandInUsed(RuntimeError):
+    """Code under test used, at run time, a part of SGLang that was not loaded."""
+
+
+class _State:
+    """Whether inert stand-ins of this process still tolerate use (one tree per process)."""
+
+    sealed = False
+
+
+def _refuse(name: str, use: str) -> None:
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    raise StandInUsed(
+        f"{name} was {use} by {frame.f_globals.get('__name__')}:{frame.f_lineno}, "
+        "but only a stand-in for it was loaded"
+    )
+
+
+class _InertMeta(abc.ABCMeta):
+    """Metaclass of every stand-in: tolerant until sealed, then loud."""
+
+    __stand_in__: str
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        label = f"{cls.__stand_in__}.{name}"
+        if _State.sealed:
+            _refuse(label, "read")
+        return make_inert(label)
+
+    def __or__(cls, other: Any) -> Any:
+        return cls
+
+    def __ror__(cls, other: Any) -> Any:
+        return cls
+
+    def __iter__(cls) -> Iterator[Any]:
+        if _State.sealed:
+            _refuse(cls.__stand_in__, "iterated")
+        return iter(())
+
+    def __bool__(cls) -> bool:
+        if _State.sealed:
+            _refuse(cls.__stand_in__, "tested")
+        return False
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if _State.sealed and cls.__dict__.get("__is_stand_in__"):
+            _refuse(cls.__stand_in__, "used in isinstance")
+        return super().__instancecheck__(instance)
+
+
+def _arithmetic(self: Any, *_: Any) -> Any:
+    if _State.sealed:
+        _refuse(type(self).__stand_in__, "computed with")
+    return self
+
+
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if not cls.__dict__.get("__is_stand_in__"):
+        return object.__new__(cls)  # a real class that only inherits from a stand-in
+    if _State.sealed:
+        _refuse(cls.__stand_in__, "called")
+    if len(args) == 1 and not kwargs and isinstance(args[0], (types.FunctionType, type)):
+        return args[0]  # used as a decorator
+    return object.__new__(cls)
+
+
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _State.sealed:
+        _refuse(type(self).__stand_in__, "called")
+    return args[0] if args and callable(args[0]) else self  # a decorator with arguments
+
+
+def _getattr(self: Any, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    label = f"{type(self).__stand_in__}.{name}"
+    if _State.sealed:
+        _refuse(label, "read")
+    return make_inert(label)
+
+
+def _init(self: Any, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _class_getitem(cls: Any, item: Any) -> Any:
+    return cls
+
+
+def make_inert(name: str) -> Any:
+    """A stand-in class called `name`, usable as base, decorator, annotation or constant."""
+    namespace: dict[str, Any] = {
+        "__stand_in__": name,
+        "__is_stand_in__": True,
+        "__new__": _new,
+        "__init__": _init,
+        "__call__": _call,
+        "__getattr__": _getattr,
+        "__class_getitem__": classmethod(_class_getitem),
+    }
+    for operator in ("add", "radd", "sub", "mul", "rmul", "floordiv", "lshift", "or", "ror", "and"):
+        namespace[f"__{operator}__"] = _arithmetic
+    return _InertMeta(name.rpartition(".")[2], (), namespace)
+
+
+class _InertModule(types.ModuleType):
+    """A module of the tree that was not loaded: every name in it is inert, or a double."""
+
+    __path__: list[str] = []
+
+    def __init__(self, name: str, isolation: Isolation) -> None:
+        super().__init__(name)
+        self.__dict__["__isolation"] = isolation
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        isolation: Isolation = self.__dict__["__isolation"]
+        label = f"{self.__name__}.{name}"
+        if label in isolation.doubles:
+            value = isolation.doubles[label]
+            isolation.used_doubles.add(label)
+        elif f"*.{name}" in isolation.doubles:
+            value = isolation.doubles[f"*.{name}"]
+            isolation.used_doubles.add(label)
+        else:
+            if _State.sealed and f"{self.__name__}.{name}" not in isolation.inert:
+                _refuse(label, "imported")
+            isolation.inert.add(label)
+            value = make_inert(label)
+        self.__dict__[name] = value
+        return value
+
+
+Edit = Callable[[ast.Module], ast.Module]
+
+
+@dataclass
+class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The finder for one tree; at most one is installed per process.
+
+    Args:
+        root: folder that holds ``sglang/``.
+        real: module names, or ``package.*`` prefixes, answered from the tree.
+        doubles: ``module.attribute`` (or ``*.attribute``) to the harness's answer.
+        relocated: module name to a path below ``root`` for trees that moved a file.
+        edits: module name to a syntax-tree transformation (seeded faults).
+        patch_real: ``module.attribute`` to a value set after a *real* module was executed.
+    """
+
+    root: Path
+    real: Sequence[str]
+    doubles: Mapping[str, Any]
+    relocated: Mapping[str, str] = field(default_factory=dict)
+    edits: Mapping[str, Edit] = field(default_factory=dict)
+    loaded: dict[str, str] = field(default_factory=dict)
+    inert: set[str] = field(default_factory=set)
+    used_doubles: set[str] = field(default_factory=set)
+    missing: set[str] = field(default_factory=set)
+
+    def install(self) -> None:
+        """Answer all further ``sglang`` imports of this process; the tree's own code only."""
+        for name in [n for n in sys.modules if n == PACKAGE or n.startswith(PACKAGE + ".")]:
+            del sys.modules[name]
+        sys.meta_path.insert(0, self)
+
+    def seal(self) -> None:
+        """From now on using a stand-in raises :class:`StandInUsed`."""
+        _State.sealed = True
+
+    def unsealed(self) -> _Unsealed:
+        """Context in which further modules may load (their imports need stand-ins)."""
+        return _Unsealed()
+
+    # -- finder ----------------------------------------------------------------------------
+
+    def source_of(self, module: str) -> Path | None:
+        """The file that answers `module` in this tree, or None."""
+        base = self.root / self.relocated.get(module, module.replace(".", "/"))
+        for path in (base, base.with_suffix(".py"), base / "__init__.py"):
+            if path.is_file():
+                return path
+        return None
+
+    def _is_real(self, name: str) -> bool:
+        return any(
+            name == entry or (entry.endswith(".*") and name.startswith(entry[:-1]))
+            for entry in self.real
+        )
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        top = fullname.partition(".")[0]
+        if top in self.missing:
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        if top != PACKAGE:
+            return None
+        if self._is_real(fullname):
+            source = self.source_of(fullname)
+            if source is not None:
+                return importlib.util.spec_from_file_location(
+                    fullname,
+                    source,
+                    loader=_RealLoader(fullname, source, self),
+                    submodule_search_locations=(
+                        [str(source.parent)] if source.name == "__init__.py" else None
+                    ),
+                )
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _InertModule(spec.name, self)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        return None
+
+    def digest(self) -> str:
+        """sha256 over the names and contents of the real modules that were loaded."""
+        total = hashlib.sha256()
+        for name in sorted(self.loaded):
+            total.update(f"{name}:{self.loaded[name]}\n".encode())
+        return total.hexdigest()
+
+
+class _Unsealed:
+    def __enter__(self) -> None:
+        self.before = _State.sealed
+        _State.sealed = False
+
+    def __exit__(self, *_: object) -> None:
+        _State.sealed = self.before
+
+
+class _RealLoader(importlib.abc.Loader):
+    """Compiles one source of the tree; writes no byte code next to it."""
+
+    def __init__(self, name: str, path: Path, isolation: Isolation) -> None:
+        self.name, self.path, self.isolation = name, path, isolation
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        return None
+
+    def get_source(self, fullname: str) -> str:  # for linecache: tracebacks, inspect, triton
+        return self.path.read_text(encoding="utf-8")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        text = self.path.read_bytes()
+        self.isolation.loaded[self.name] = hashlib.sha256(text).hexdigest()
+        tree = ast.parse(text, filename=str(self.path))
+        edit = self.isolation.edits.get(self.name)
+        if edit is not None:
+            tree = ast.fix_missing_locations(edit(tree))
+        # A package that the tree insists on and this environment lacks becomes inert. What the
+        # tree imports under ``try`` is optional to it and keeps its ImportError.
+        for top in _required_packages(tree):
+            if top != PACKAGE and importlib.util.find_spec(top) is None:
+                self.isolation.missing.add(top)
+        code = compile(tree, str(self.path), "exec", dont_inherit=True)
+        prefix = self.name + "."
+        exec(code, module.__dict__)
+        for label, value in self.isolation.doubles.items():
+            if label.startswith(prefix) and "." not in label[len(prefix) :]:
+                setattr(module, label[len(prefix) :], value)
+                self.isolation.used_doubles.add(label)
+
+
+def _required_packages(tree: ast.Module) -> set[str]:
+    """Top-level packages that the module imports unconditionally."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def imported(names: Iterable[str]) -> dict[str, Any]:
+    """Attributes ``module:Name`` of loaded modules, those that exist."""
+    found: dict[str, Any] = {}
+    for entry in names:
+        module, _, attribute = entry.partition(":")
+        value = getattr(sys.modules.get(module), attribute, None)
+        if value is not None:
+            found[entry] = value
+    return found

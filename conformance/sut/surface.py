@@ -1,0 +1,489 @@
+"""What a tree offers: its entry points, and its capabilities found by looking, not by version.
+
+:func:`open_tree` loads one tree into this process (once; a process serves one tree) and returns a
+:class:`Surface`. A missing black-box entry point raises :class:`~conformance.errors.NoEntryPoint`;
+everything else a tree lacks only costs the clauses that need it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.errors import NoEntryPoint
+from conformance.sut.device import PlainDevice
+from conformance.sut.fields import FIELDS, Field
+from conformance.sut.isolation import Edit, Isolation, StandInUsed
+from generators.protocol import Capabilities
+
+_SRT = "sglang.srt"
+RELAY = f"{_SRT}.managers.overlap_utils"
+DRAFT = f"{_SRT}.speculative.dflash_info_v2"
+ALGORITHM = f"{_SRT}.speculative.spec_info"
+WORKER = f"{_SRT}.speculative.dflash_worker_v2"
+BATCH = f"{_SRT}.managers.schedule_batch"
+MODES = f"{_SRT}.model_executor.forward_batch_info"
+SCHEDULER = f"{_SRT}.managers.scheduler"
+ARGUMENTS = f"{_SRT}.arg_groups.speculative_hook"
+
+REAL = (
+    RELAY,
+    DRAFT,
+    ALGORITHM,
+    WORKER,
+    BATCH,
+    MODES,
+    SCHEDULER,
+    f"{_SRT}.environ",
+    f"{_SRT}.speculative.draft_worker_common",
+    f"{_SRT}.speculative.spec_utils",
+    f"{_SRT}.speculative.triton_ops.gather_spec_extras",
+    "sglang.kernels.ops.speculative.gather_spec_extras",
+    f"{_SRT}.mem_cache.allocation",
+    f"{_SRT}.mem_cache.allocation_sizing",
+    f"{_SRT}.beam_search.batch_tail",
+)
+"""Modules loaded from the tree where it has them: the code under test and what it runs."""
+
+
+class Settings:
+    """The harness's answer to "what are the server arguments?"; unknown ones are refused."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise StandInUsed(f"the code under test reads the setting {name!r}, which is not declared")
+
+
+def _false(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _slots(_: Any, count: int) -> torch.Tensor:
+    return torch.arange(count)
+
+
+def _paged_slots(*arguments: Any) -> torch.Tensor:
+    return torch.arange(arguments[-1])
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+@dataclass
+class Surface:
+    """One loaded tree.
+
+    Attributes:
+        future_map, draft_input, schedule_batch, forward_mode, worker: the tree's classes.
+        no_capture: its mode of a request that wants no hidden states.
+        resolve_forward_inputs: the tree's function.
+        payload: makes what ``stash`` takes from a draft input.
+        algorithm: ``SpeculativeAlgorithm.DFLASH``.
+        isolation_of: the scheduler's ``_forward_isolation``, or None.
+        settings: the answers that traces change (block size).
+        token_field: the draft input's field for the bonus token.
+        token_argument: the builders' parameter for it.
+        capabilities: what the protocol's rules depend on.
+        features: names of optional capabilities (see :data:`FEATURES`).
+        census: declared fields of this tree, by owner.
+        notes: what was not recognised, one line each.
+    """
+
+    root: Path
+    device: PlainDevice
+    loader: Isolation
+    debug: bool
+    settings: Settings
+    future_map: Any = None
+    draft_input: Any = None
+    schedule_batch: Any = None
+    forward_mode: Any = None
+    no_capture: Any = None
+    worker: Any = None
+    resolve_forward_inputs: Any = None
+    payload: Any = None
+    algorithm: Any = None
+    isolation_of: Any = None
+    token_field: str = ""
+    token_argument: str = ""
+    prefill_arguments: frozenset[str] = frozenset()
+    decode_arguments: frozenset[str] = frozenset()
+    filter_arguments: frozenset[str] = frozenset()
+    token_channel: str | None = None
+    length_channel: str | None = None
+    token_dtype: torch.dtype = torch.int64
+    poison_tokens: bool = False
+    poison_lengths: bool = False
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    features: frozenset[str] = frozenset()
+    census: dict[str, dict[str, Field]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def draft_fields(self, kind: str) -> list[Field]:
+        """Census records of one kind whose attribute this tree's draft input has."""
+        present = vars(self.draft_input)["__dataclass_fields__"]
+        return [f for f in self.census["draft"].values() if f.kind == kind and f.name in present]
+
+    def as_json(self) -> dict[str, Any]:
+        """The tree as a report shows it."""
+        loader = self.loader
+        return {
+            "digest": loader.digest(),
+            "features": sorted(self.features),
+            "token_field": self.token_field,
+            "token_dtype": str(self.token_dtype).removeprefix("torch."),
+            "token_bits": self.capabilities.token_bits,
+            "real": sorted(loader.loaded),
+            "doubles": sorted(loader.used_doubles) + self.device.doubles,
+            "inert": sorted(loader.inert),
+            "missing_packages": sorted(loader.missing),
+            "notes": self.notes,
+        }
+
+
+FEATURES = {
+    "idle": "idle batches occur with DFlash",
+    "debug": "debug assertions are on in this process",
+    "freshness": "debug: a publish is consumed once",
+    "host_index_filter": "filter_batch takes host indices beside device indices",
+    "host_lengths_lag": "host lengths lag by design; planning bounds travel with the draft input",
+    "direct_carry": "a batch whose shape did not change skips the relay",
+    "isolation": "the scheduler restores batch fields after a forward",
+    "poison_lengths": "debug: resolving lengths consumes them",
+}
+"""Optional capabilities of a tree, as clauses and reports name them."""
+
+
+def open_tree(
+    root: Path,
+    device: PlainDevice,
+    *,
+    debug: bool,
+    edits: Mapping[str, Edit] | None = None,
+    relocated: Mapping[str, str] | None = None,
+    declared: Sequence[Field] = (),
+) -> Surface:
+    """Load the tree below `root` and probe it.
+
+    Args:
+        root: folder that holds ``sglang/``.
+        device: prepared by the caller.
+        debug: whether the tree's own debug assertions bind (they do so at import).
+        edits: module name to syntax-tree edit (seeded faults).
+        relocated: module name to path below `root` (``--map``).
+        declared: further census records (``--declare``).
+
+    Raises:
+        NoEntryPoint: the tree has no relay, draft input, batch or builder any more.
+    """
+    os.environ["SGLANG_IS_IN_CI"] = "1" if debug else "0"
+    settings = Settings(
+        speculative_num_draft_tokens=4,
+        speculative_algorithm="DFLASH",
+        enable_multi_layer_eagle=False,
+        mamba=Settings(enable_mamba_extra_buffer=False, enable_mamba_extra_buffer_lazy=False),
+    )
+
+    def answer(*_: Any, **__: Any) -> Settings:
+        return settings
+
+    doubles: dict[str, Any] = {
+        f"*.{name}": _false
+        for name in (
+            "is_cuda is_hip is_npu is_xpu is_cpu is_mps is_musa is_pin_memory_available".split()
+        )
+    }
+    # Old trees re-allocate behind the carried watermark on every prepare. What the slots are is
+    # the KV clauses' business; here they only have to exist.
+    doubles["*.alloc_token_slots"] = _slots
+    doubles["*.alloc_paged_token_slots_extend"] = _paged_slots
+    doubles["*.get_last_loc"] = _nothing
+    doubles["*.assign_req_to_token_pool_func"] = _nothing
+    for module in ("runtime_context", "server_args"):
+        for name in ("get_spec", "get_exec", "get_server_args", "get_global_server_args"):
+            doubles[f"{_SRT}.{module}.{name}"] = answer
+    loader = Isolation(root, REAL, doubles, relocated=relocated or {}, edits=edits or {})
+    loader.install()
+    surface = Surface(root, device, loader, debug, settings)
+    _find_entry_points(surface)
+    loader.seal()
+    _probe(surface, declared)
+    return surface
+
+
+def _load(surface: Surface, module: str, *names: str) -> list[Any]:
+    """Attributes of a module of the tree; NoEntryPoint if the module or one of them is missing."""
+    if surface.loader.source_of(module) is None:
+        raise NoEntryPoint(
+            f"the tree has no {module}; if the file moved, say where with --map {module}=PATH"
+        )
+    try:
+        loaded = importlib.import_module(module)
+    except Exception as error:
+        raise NoEntryPoint(
+            f"{module} does not load: {type(error).__name__}: {_one_line(error)}"
+        ) from error
+    missing = [name for name in names if not hasattr(loaded, name)]
+    if missing:
+        raise NoEntryPoint(f"{module} has no {missing[0]} any more")
+    return [getattr(loaded, name) for name in names]
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _find_entry_points(surface: Surface) -> None:
+    surface.future_map, surface.resolve_forward_inputs = _load(
+        surface, RELAY, "FutureMap", "resolve_forward_inputs"
+    )
+    (surface.draft_input,) = _load(surface, DRAFT, "DFlashDraftInputV2")
+    (algorithms,) = _load(surface, ALGORITHM, "SpeculativeAlgorithm")
+    (surface.schedule_batch,) = _load(surface, BATCH, "ScheduleBatch")
+    surface.forward_mode, capture = _load(surface, MODES, "ForwardMode", "CaptureHiddenMode")
+    surface.no_capture = capture.NULL
+    (surface.worker,) = _load(surface, WORKER, "DFlashWorkerV2")
+    if not hasattr(algorithms, "DFLASH"):
+        raise NoEntryPoint("SpeculativeAlgorithm has no DFLASH")
+    surface.algorithm = algorithms.DFLASH
+    for owner, name in (
+        (surface.future_map, "publish"),
+        (surface.future_map, "stash"),
+        (surface.future_map, "resolve_seq_lens_cpu"),
+        (surface.draft_input, "filter_batch"),
+        (surface.draft_input, "merge_batch"),
+        (surface.draft_input, "create_idle_input"),
+        (surface.draft_input, "prepare_for_decode"),
+        (surface.schedule_batch, "filter_batch"),
+        (surface.schedule_batch, "merge_batch"),
+        (surface.worker, "_make_next_draft_input_prefill"),
+        (surface.worker, "_make_next_draft_input_decode"),
+    ):
+        if not hasattr(owner, name):
+            raise NoEntryPoint(f"{owner.__name__} has no {name} any more")
+    payload = getattr(sys.modules[RELAY], "RelayPayload", None)
+    from_draft = getattr(payload, "from_draft_input", None)
+    # Before the payload class existed, stash took the draft input itself.
+    surface.payload = from_draft if from_draft is not None else (lambda draft: draft)
+    try:
+        (scheduler,) = _load(surface, SCHEDULER, "Scheduler")
+        surface.isolation_of = scheduler.__dict__.get("_forward_isolation")
+    except NoEntryPoint as error:
+        surface.notes.append(f"R11 is not checked: {error}")
+
+
+def _probe(surface: Surface, declared: Sequence[Field]) -> None:
+    fields = {f.name for f in vars(surface.draft_input)["__dataclass_fields__"].values()}
+    prefill = _keywords(surface.worker._make_next_draft_input_prefill)
+    decode = _keywords(surface.worker._make_next_draft_input_decode)
+    tokens = [name for name, required in decode.items() if required and name != "new_seq_lens"]
+    if len(tokens) != 1 or "new_seq_lens" not in decode:
+        raise NoEntryPoint("the worker's builder of a draft input has arguments not seen before")
+    surface.token_argument = tokens[0]
+    surface.prefill_arguments = frozenset(prefill)
+    surface.decode_arguments = frozenset(decode)
+    surface.filter_arguments = frozenset(_keywords(surface.draft_input.filter_batch))
+    if surface.token_argument not in fields:
+        raise NoEntryPoint(f"the draft input has no field {surface.token_argument!r}")
+    surface.token_field = surface.token_argument
+
+    census: dict[str, dict[str, Field]] = {"draft": {}, "relay": {}}
+    for record in (*FIELDS, *declared):
+        census[record.owner][record.name] = record
+    surface.census = census
+
+    relay = make_relay(surface, make_pool(surface, 4), needs_cpu_seq_lens=True)
+    _probe_channels(surface, relay)
+    # Debug poison shows at birth: every row must be written before it is first resolved.
+    surface.poison_lengths = bool(
+        surface.debug
+        and surface.length_channel
+        and (getattr(relay, surface.length_channel) == -1).sum() >= 3
+    )
+    surface.poison_tokens = surface.debug
+    idle, reason = idle_is_legal(surface.root)
+    if reason:
+        surface.notes.append(reason)
+    surface.capabilities = Capabilities(
+        idle=idle,
+        token_bits=_token_bits(surface),
+    )
+    features = {
+        "idle": idle,
+        "debug": surface.debug,
+        "freshness": surface.debug and hasattr(relay, "_publish_fresh"),
+        "host_index_filter": "new_indices_cpu" in surface.filter_arguments,
+        "host_lengths_lag": "planning_seq_lens_cpu" in fields,
+        "direct_carry": "direct_carry_valid" in fields,
+        "isolation": surface.isolation_of is not None,
+        "poison_lengths": surface.poison_lengths,
+    }
+    surface.features = frozenset(name for name, present in features.items() if present)
+
+
+def _keywords(function: Any) -> dict[str, bool]:
+    """Parameter names of `function` (self aside) and whether each is required."""
+    return {
+        name: parameter.default is inspect.Parameter.empty
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name != "self"
+    }
+
+
+def make_pool(surface: Surface, rows: int) -> Settings:
+    """The request pool, as far as the relay and the batch ask for it."""
+    return Settings(
+        req_to_token=torch.zeros((rows, 1), dtype=torch.int32, device=surface.device.device),
+        req_generation=torch.zeros((rows,), dtype=torch.int64),
+    )
+
+
+def make_relay(surface: Surface, pool: Settings, *, needs_cpu_seq_lens: bool) -> Any:
+    """A fresh ``FutureMap`` of the tree with one row per row of `pool`."""
+    return surface.future_map(surface.device.device, surface.algorithm, pool, needs_cpu_seq_lens)
+
+
+def make_draft_input(
+    surface: Surface,
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    prefill: bool = False,
+    **mirrors: Any,
+) -> Any:
+    """A live draft input from the worker's own builder; `mirrors` where the builder takes them."""
+    accepted = surface.prefill_arguments if prefill else surface.decode_arguments
+    extra = {name: value for name, value in mirrors.items() if name in accepted}
+    extra[surface.token_argument] = tokens
+    if prefill:
+        extra["seq_lens"] = lengths
+        return surface.worker._make_next_draft_input_prefill(None, **extra)
+    extra["new_seq_lens"] = lengths
+    return surface.worker._make_next_draft_input_decode(None, **extra)
+
+
+def _probe_channels(surface: Surface, relay: Any) -> None:
+    """Find the two channels by writing a row through the public calls and looking for it."""
+    device = surface.device.device
+    slots = torch.tensor([2], device=device)
+    token, length = 77_001, 88_003
+    draft = make_draft_input(
+        surface,
+        torch.tensor([token], device=device),
+        torch.tensor([length], device=device),
+    )
+    surface.token_dtype = getattr(draft, surface.token_field).dtype
+    relay.publish(slots, torch.tensor([length], device=device))
+    relay.stash(slots, surface.payload(draft))
+    for name, value in vars(relay).items():
+        if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] == 4:
+            if int(value[2]) == token:
+                surface.token_channel = name
+            elif int(value[2]) == length:
+                surface.length_channel = name
+    for what, channel in (("token", surface.token_channel), ("length", surface.length_channel)):
+        if channel is None:
+            surface.notes.append(
+                f"the relay's {what} buffer was not recognised: white-box clauses are not checked"
+            )
+
+
+def _token_bits(surface: Surface) -> int:
+    """Bits that a token id may have on the whole path: the channel, and the worker's own buffer."""
+    if surface.token_dtype != torch.int64:
+        return 31
+    source = surface.loader.source_of(WORKER)
+    assert source is not None
+    for node in ast.walk(ast.parse(source.read_bytes())):
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        if isinstance(target, ast.Attribute) and "bonus_id" in target.attr:
+            types = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
+            if "int32" in types:
+                return 31
+    return 63
+
+
+class _Lenient:
+    """Stands for the server arguments of a DP-attention launch while a check is evaluated."""
+
+    _ANSWERS = {
+        "enable_dp_attention": True,
+        "enable_dp_lm_head": True,
+        "device": "cuda",
+        "attn_cp_size": 1,
+        "dp_size": 2,
+        "pp_size": 1,
+    }
+
+    def __getattr__(self, name: str) -> Any:
+        return self._ANSWERS.get(name, _Lenient())
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Namespace(dict[str, Any]):
+    """Names of an argument check: helpers that ask for DP attention say yes, others are lenient."""
+
+    def __missing__(self, name: str) -> Any:
+        if "dp" in name and name.startswith("attn"):
+            return lambda *_: True
+        return _Lenient()
+
+
+def idle_is_legal(root: Path) -> tuple[bool, str | None]:
+    """Whether the tree's own argument check admits DP attention with DFlash on CUDA.
+
+    Idle batches come from DP attention alone. Every ``raise`` of ``_handle_dflash`` whose message
+    names DP attention is read, with the conditions around it evaluated for a CUDA launch with DP
+    attention on and its other requirements met.
+
+    Returns:
+        (legal, None), or (False, why it could not be told).
+    """
+    path = root.joinpath(*ARGUMENTS.split(".")).with_suffix(".py")
+    if not path.is_file():
+        return False, "idle is treated as wild: the tree's argument checks were not found"
+    for function in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(function, ast.FunctionDef) and function.name == "_handle_dflash":
+            try:
+                return not _raises_about_dp(function.body), None
+            except Exception as error:  # a check of a shape not seen before
+                return False, f"idle is treated as wild: its argument check reads {error}"
+    return False, "idle is treated as wild: the tree has no argument check for DFlash"
+
+
+def _names_dp(statement: ast.stmt) -> bool:
+    raises = (ast.unparse(n).lower() for n in ast.walk(statement) if isinstance(n, ast.Raise))
+    return any("dp attention" in text or "dp_attention" in text for text in raises)
+
+
+def _raises_about_dp(body: Sequence[ast.stmt]) -> bool:
+    for statement in filter(_names_dp, body):
+        if isinstance(statement, ast.Raise):
+            return True
+        if isinstance(statement, ast.If):
+            code = compile(ast.Expression(statement.test), "<argument check>", "eval")
+            branch = statement.body if eval(code, {}, _Namespace()) else statement.orelse
+            if _raises_about_dp(branch):
+                return True
+    return False

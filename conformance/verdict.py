@@ -1,0 +1,586 @@
+"""Compare what a tree made visible with what it must be, and give a difference its name.
+
+:func:`judge` takes two observations of one call and returns the first :class:`Difference` in the
+call's declared order, or None. A difference names a clause and an *anomaly*; because every value
+carries its writer (:mod:`generators.values`), it also says whose value was seen instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.observation import Observation, Outcome
+from generators.operations import Operation
+from generators.protocol import Effect, State
+from generators.values import Write
+
+ANOMALIES = {
+    "stale-read": "a row holds its own request's value from an earlier step",
+    "lost-update": "a write did not reach its row",
+    "wrong-owner": "a row holds another request's value",
+    "torn-row": "a row's token and length come from different steps",
+    "phantom-row": "a row that was not addressed changed, or a row too many appeared",
+    "missing-row": "a row is missing",
+    "double-consume": "a row was consumed that was already consumed",
+    "never-written": "a row holds a value that nobody wrote",
+    "wrong-type": "a value changed its type, or was narrowed",
+    "wrong-value": "a derived value (a sum, a bound, a flag) is wrong",
+    "shared-storage": "two holders share storage that must be separate",
+    "undeclared": "the tree has an attribute that the census does not know",
+    "unexpected-error": "the tree raised",
+    "missing-error": "the tree accepted what it must refuse",
+    "crash": "the process died",
+}
+"""Anomaly names and what each means."""
+
+
+@dataclass
+class RowDifference:
+    """One row of one value that differs.
+
+    Attributes:
+        row: row of the batch, or slot of the relay.
+        request: who the row belongs to, for people.
+        expected, observed: the two values.
+        expected_writer, observed_writer: the writes these values come from, for people, or "".
+    """
+
+    row: int
+    request: str
+    expected: Any
+    observed: Any
+    expected_writer: str = ""
+    observed_writer: str = ""
+
+
+@dataclass
+class Difference:
+    """The first thing at which a tree and the specification part."""
+
+    clause: str
+    anomaly: str
+    call: str
+    aspect: str
+    expected: str
+    observed: str
+    rows: list[RowDifference] = field(default_factory=list)
+
+
+@dataclass
+class Context:
+    """What a judge may look up: whose values are whose."""
+
+    state: State
+    operation: Operation
+    effect: Effect
+    previous: dict[str, Tensor]
+    poison_lengths: bool = False
+
+    def owner(self, row: int) -> str:
+        requests = self.effect.requests
+        return f"r{requests[row].number}" if row < len(requests) else ""
+
+    def writer(self, aspect: str, value: int) -> Write | None:
+        """Which write a value of a token or length aspect comes from."""
+        if "token" in aspect:
+            return self.state.tokens.writer.get(value)
+        if "length" in aspect or aspect == "host":
+            return self.state.length_writer.get(value)
+        return None
+
+
+Check = Callable[[Observation, Observation, Context], Difference | None]
+
+
+def _same(expected: Any, observed: Any) -> bool:
+    if isinstance(expected, Tensor):
+        return (
+            isinstance(observed, Tensor)
+            and expected.dtype == observed.dtype
+            and expected.shape == observed.shape
+            and torch.equal(expected, observed)
+        )
+    return type(expected) is type(observed) and bool(expected == observed)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        head = value.flatten()[:12].tolist()
+        more = ", ..." if value.numel() > 12 else ""
+        return f"{str(value.dtype)[6:]}{list(value.shape)} {str(head)[:-1]}{more}]"
+    return str(value)
+
+
+def _differ(
+    clause: str,
+    anomaly: str,
+    aspect: str,
+    expected: Observation,
+    observed: Observation,
+    rows: list[RowDifference] | None = None,
+) -> Difference:
+    return Difference(
+        clause,
+        anomaly,
+        observed.call,
+        aspect,
+        _text(expected.aspects.get(aspect)),
+        _text(observed.aspects.get(aspect)),
+        rows or [],
+    )
+
+
+def _shape_anomaly(expected: Any, observed: Any) -> str:
+    """Name for tensors of different layout."""
+    if not isinstance(expected, Tensor) or not isinstance(observed, Tensor):
+        return "wrong-value"
+    if expected.dtype != observed.dtype or expected.dim() != observed.dim():
+        return "wrong-type"
+    return "missing-row" if observed.numel() < expected.numel() else "phantom-row"
+
+
+def _row_differences(
+    aspect: str, expected: Tensor, observed: Tensor, context: Context, owner: Callable[[int], str]
+) -> list[RowDifference]:
+    rows = []
+    for row in (expected != observed).nonzero().flatten().tolist():
+        want, got = int(expected[row]), int(observed[row])
+        want_writer, got_writer = context.writer(aspect, want), context.writer(aspect, got)
+        rows.append(
+            RowDifference(
+                row,
+                owner(row),
+                want,
+                got,
+                want_writer.describe() if want_writer else "",
+                got_writer.describe() if got_writer else "",
+            )
+        )
+    return rows
+
+
+def _value_anomaly(aspect: str, want: int, got: int, context: Context) -> str:
+    """Name for one wrong token or length."""
+    mine, theirs = context.writer(aspect, want), context.writer(aspect, got)
+    if theirs is None:
+        return "wrong-type" if mine is not None and _narrowed(want, got) else "never-written"
+    if mine is None or (mine.request, mine.generation) != (theirs.request, theirs.generation):
+        return "wrong-owner"
+    return "stale-read"
+
+
+def _narrowed(want: int, got: int) -> bool:
+    """Whether `got` is what `want` becomes through a narrower type."""
+    value = torch.tensor(want, dtype=torch.int64)
+    return got != want and got in {
+        int(value.to(torch.int32)),
+        int(value.to(torch.int16)),
+        _through_float(value, torch.float32),
+        _through_float(value, torch.float64),
+        _through_float(value, torch.float16),
+    }
+
+
+def _through_float(value: Tensor, dtype: torch.dtype) -> int:
+    rounded = float(value.to(dtype))
+    return int(rounded) if abs(rounded) < 2.0**63 else (1 << 63) - 1
+
+
+# -- building blocks of checks ----------------------------------------------------------------------
+
+
+def equal(aspect: str, clause: str, anomaly: str = "wrong-value") -> Check:
+    """The aspect must be equal; where the expectation does not name it, it is not checked."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        if aspect not in expected.aspects:
+            return None
+        want, got = expected.aspects[aspect], observed.aspects.get(aspect)
+        if _same(want, got):
+            return None
+        return _differ(clause, anomaly, aspect, expected, observed)
+
+    return check
+
+
+def layout(aspect: str, clause: str) -> Check:
+    """Dtype, shape, device and contiguity must be the expected ones."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        if aspect not in expected.aspects:
+            return None
+        want, got = expected.aspects[aspect], observed.aspects.get(aspect)
+        if want is None and got is None:
+            return None
+        if (
+            isinstance(want, Tensor)
+            and isinstance(got, Tensor)
+            and want.dtype == got.dtype
+            and want.shape == got.shape
+            and want.device == got.device
+            and got.is_contiguous()
+        ):
+            return None
+        return _differ(clause, _shape_anomaly(want, got), aspect, expected, observed)
+
+    return check
+
+
+def rows(aspect: str, clause: str, *, dtype_clause: str | None = None) -> Check:
+    """Row j must hold the expected value; a difference is named after the row's real owner."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        if aspect not in expected.aspects:
+            return None
+        want, got = expected.aspects[aspect], observed.aspects.get(aspect)
+        if _same(want, got):
+            return None
+        if (
+            not isinstance(want, Tensor)
+            or not isinstance(got, Tensor)
+            or want.shape != got.shape
+            or want.dtype != got.dtype
+        ):
+            wrong_dtype = (
+                isinstance(want, Tensor) and isinstance(got, Tensor) and want.dtype != got.dtype
+            )
+            return _differ(
+                dtype_clause if wrong_dtype and dtype_clause else clause,
+                _shape_anomaly(want, got),
+                aspect,
+                expected,
+                observed,
+            )
+        details = _row_differences(aspect, want, got, context, context.owner)
+        if aspect in ("tokens", "lengths"):
+            first = details[0]
+            anomaly = _value_anomaly(aspect, first.expected, first.observed, context)
+        else:
+            others = set(want.tolist())
+            anomaly = "wrong-owner" if details[0].observed in others else "phantom-row"
+        return _differ(clause, anomaly, aspect, expected, observed, details)
+
+    return check
+
+
+def _error(clause: str) -> Check:
+    """The call must not raise."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        error = observed.aspects.get("error")
+        if error is None:
+            return None
+        return Difference(
+            clause, "unexpected-error", observed.call, "error", "no error", str(error)
+        )
+
+    return check
+
+
+def _resolve_error(expected: Observation, observed: Observation, context: Context) -> Any:
+    error = observed.aspects.get("error")
+    if error is None:
+        return None
+    lengths = observed.aspects.get("during") == "resolve_seq_lens_cpu"
+    if not context.state.header.debug:
+        clause, anomaly = ("R2" if lengths else "R1"), "unexpected-error"
+    elif lengths and error.kind == "AssertionError":
+        clause, anomaly = "R12", "unexpected-error"
+    else:
+        clause, anomaly = ("R2" if lengths else "R1"), "double-consume"
+    return Difference(clause, anomaly, observed.call, "error", "no error", str(error))
+
+
+def _resolved_values(expected: Observation, observed: Observation, context: Context) -> Any:
+    """R8, R1, R2: the pair (token, length) of every row, and whose it is."""
+    want_t, got_t = expected.aspects["tokens"], observed.aspects["tokens"]
+    want_l, got_l = expected.aspects["lengths"], observed.aspects["lengths"]
+    tokens_ok, lengths_ok = torch.equal(want_t, got_t), torch.equal(want_l, got_l)
+    if tokens_ok and lengths_ok:
+        return None
+    aspect = "lengths" if tokens_ok else "tokens"
+    details = _row_differences(
+        aspect, expected.aspects[aspect], observed.aspects[aspect], context, context.owner
+    )
+    first = details[0]
+    mine = context.writer(aspect, first.expected)
+    theirs = context.writer(aspect, first.observed)
+    anomaly = _value_anomaly(aspect, first.expected, first.observed, context)
+    clause = "R2" if tokens_ok else "R1"
+    if mine and theirs and theirs.slot == mine.slot:
+        if (theirs.request, theirs.generation) != (mine.request, mine.generation):
+            clause = "R8"
+        elif tokens_ok or torch.equal(want_l[first.row], got_l[first.row]):
+            # One channel is right and the other is older: the row is torn.
+            clause, anomaly = "R2", "torn-row"
+    return _differ(clause, anomaly, aspect, expected, observed, details)
+
+
+def _written(channel: str) -> Check:
+    """P1-P4: after a publish or stash the whole channel must be as expected."""
+    aspect = f"relay_{channel}"
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        want, got = expected.aspects.get(aspect), observed.aspects.get(aspect)
+        if want is None or got is None or _same(want, got):
+            return None
+        if want.dtype != got.dtype or want.shape != got.shape:
+            return _differ("P2", _shape_anomaly(want, got), aspect, expected, observed)
+        addressed = set(context.effect.slots)
+
+        def owner(slot: int) -> str:
+            holder = [r.number for r in context.state.live.values() if r.slot == slot]
+            return f"r{holder[0]}@{slot}" if holder else f"slot {slot}"
+
+        details = _row_differences(aspect, want, got, context, owner)
+        inside = [d for d in details if d.row in addressed]
+        first = (inside or details)[0]
+        before = context.previous.get(aspect)
+        if not inside:
+            clause, anomaly = "P2", "phantom-row"
+        elif _narrowed(first.expected, first.observed) and channel == "tokens":
+            clause, anomaly = "P4", "wrong-type"
+        elif before is not None and int(before[first.row]) == first.observed:
+            clause, anomaly = ("P3" if first.observed_writer else "P1"), "lost-update"
+        else:
+            clause = "P1"
+            anomaly = _value_anomaly(aspect, first.expected, first.observed, context)
+        return _differ(clause, anomaly, aspect, expected, observed, details)
+
+    return check
+
+
+def _unchanged_relay(clause: str) -> Check:
+    """The recognised channels must hold what the model holds (poison included)."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        for channel in ("tokens", "lengths"):
+            aspect = f"relay_{channel}"
+            want, got = expected.aspects.get(aspect), observed.aspects.get(aspect)
+            if want is None or got is None or _same(want, got):
+                continue
+            if want.dtype != got.dtype or want.shape != got.shape:
+                return _differ(clause, _shape_anomaly(want, got), aspect, expected, observed)
+            details = _row_differences(aspect, want, got, context, lambda slot: f"slot {slot}")
+            poisoned = all(d.expected == -1 for d in details)
+            anomaly = "lost-update" if poisoned else "phantom-row"
+            return _differ(clause, anomaly, aspect, expected, observed, details)
+        return None
+
+    return check
+
+
+def _bounds(expected: Observation, observed: Observation, context: Context) -> Any:
+    """R7 where host lengths lag: committed <= true <= planning, row by row."""
+    want, got = expected.aspects["planning"], observed.aspects.get("planning")
+    if want is None or (got is not None and got.tolist() >= want and _covers(got, want)):
+        return None
+    return _differ("R7", "wrong-value", "planning", expected, observed)
+
+
+def _covers(planning: Tensor, true: list[int]) -> bool:
+    return all(p >= t for p, t in zip(planning.tolist(), true, strict=True))
+
+
+def _idle_layout(expected: Observation, observed: Observation, context: Context) -> Any:
+    for name, (mine, theirs, count) in observed.aspects["layout"].items():
+        if mine != theirs or count:
+            anomaly = "phantom-row" if count else "wrong-type"
+            return Difference(
+                "I1", anomaly, observed.call, name, f"0 rows of {theirs}", f"{count} rows of {mine}"
+            )
+    return None
+
+
+def _truth(aspect: str, clause: str, anomaly: str) -> Check:
+    """A flag that must be as expected, where both sides give it."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        want = expected.aspects.get(aspect)
+        if want is None or observed.aspects.get(aspect) == want:
+            return None
+        return _differ(clause, anomaly, aspect, expected, observed)
+
+    return check
+
+
+CLEAR_ERRORS = ("AssertionError", "ValueError", "TypeError", "RuntimeError")
+"""Exceptions that count as a clear refusal; an AttributeError on None does not."""
+
+
+def _wild(clause: str, *, neutral: bool = False) -> tuple[Check, ...]:
+    """A wild use must be refused clearly, or (`neutral`) may do what the expectation says."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        outcome = observed.aspects.get("outcome")
+        if isinstance(outcome, Outcome):
+            if outcome.kind in CLEAR_ERRORS:
+                return None
+            return Difference(
+                clause,
+                "unexpected-error",
+                observed.call,
+                "outcome",
+                "the right rows or a clear error" if neutral else "a clear error",
+                str(outcome),
+            )
+        if not neutral:
+            return Difference(
+                clause, "missing-error", observed.call, "outcome", "a clear error", "accepted"
+            )
+        for aspect in ("future", "tokens", "lengths"):
+            if aspect in expected.aspects and not _same(
+                expected.aspects[aspect], observed.aspects.get(aspect)
+            ):
+                return _differ(clause, "missing-row", aspect, expected, observed)
+        return None
+
+    return (check,)
+
+
+def _consume_twice(expected: Observation, observed: Observation, context: Context) -> Any:
+    for channel, want in expected.aspects.items():
+        got = observed.aspects[channel]
+        if got != want:
+            anomaly = "unexpected-error" if got[0] else "missing-error"
+            return _differ("R6", anomaly, channel, expected, observed)
+    return None
+
+
+def _rows_of(clause: str, *, filter_: bool = True) -> tuple[Check, ...]:
+    """Checks of everything a batch filter or merge decides, in order."""
+    return (
+        _error(clause),
+        equal("requests", "R9"),
+        rows("future", clause, dtype_clause=None if filter_ else "M5"),
+        rows("tokens", clause, dtype_clause=None if filter_ else "M5"),
+        rows("lengths", clause, dtype_clause=None if filter_ else "M5"),
+        equal("widths", clause, "missing-row"),
+        rows("slots", "R9"),
+        rows("slots_cpu", "R9"),
+        _truth("right_intact", "M6", "wrong-value"),
+        _truth("right_shared", "M6", "shared-storage"),
+        _truth("held", "F6" if filter_ else "M6", "wrong-value"),
+        _unchanged_relay("F6"),
+    )
+
+
+def _draft_of(clause: str, mirrors: str, dtype_clause: str | None = None) -> tuple[Check, ...]:
+    """Checks of a law's result, in order."""
+    return (
+        _error(clause),
+        rows("future", clause, dtype_clause=dtype_clause),
+        rows("tokens", clause, dtype_clause=dtype_clause),
+        rows("lengths", clause, dtype_clause=dtype_clause),
+        equal("widths", clause, "missing-row"),
+        _mirrors(mirrors),
+        equal("sums", mirrors),
+        _truth("right_intact", "M6", "wrong-value"),
+        _truth("right_shared", "M6", "shared-storage"),
+        _truth("held", "F6", "wrong-value"),
+        _unchanged_relay("F6"),
+    )
+
+
+def _mirrors(clause: str) -> Check:
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        want, got = expected.aspects["mirrors"], observed.aspects.get("mirrors", {})
+        for name, values in want.items():
+            if name not in got:
+                return Difference(clause, "missing-row", observed.call, name, _text(values), "None")
+            # Host mirrors keep their values; a merge may legally widen them (M5).
+            if values.tolist() != got[name].tolist():
+                few = got[name].shape[0] < values.shape[0]
+                anomaly = "missing-row" if few else "wrong-owner"
+                return Difference(
+                    clause, anomaly, observed.call, name, _text(values), _text(got[name])
+                )
+        return None
+
+    return check
+
+
+CHECKS: dict[str, tuple[Check, ...]] = {
+    "relay": (_truth("undeclared", "F7", "undeclared"),),
+    "build": (
+        _error("P8"),
+        rows("tokens", "P8"),
+        rows("lengths", "P8"),
+        _truth("undeclared", "F7", "undeclared"),
+    ),
+    "publish": (
+        _error("P1"),
+        _written("lengths"),
+        _written("tokens"),
+        _truth("copied", "P5", "shared-storage"),
+    ),
+    "stash": (
+        _error("P1"),
+        _written("tokens"),
+        _written("lengths"),
+        _truth("copied", "P5", "shared-storage"),
+    ),
+    "idle-signals": (_truth("unchanged", "I3", "phantom-row"),),
+    "restore": (_truth("changed", "R11", "wrong-value"),),
+    "admit-resolve": (
+        _error("I4"),
+        equal("input_ids", "I4"),
+        equal("seq_lens", "I4"),
+        _unchanged_relay("I4"),
+    ),
+    "idle-resolve": (_error("I4"), equal("seq_lens", "I4"), _unchanged_relay("I4")),
+    "idle": _rows_of("I5"),
+    "prepare": (
+        _error("R7"),
+        _truth("undeclared", "F7", "undeclared"),
+        equal("committed", "R7"),
+        equal("committed_sum", "R7"),
+        _bounds,
+    ),
+    "resolve": (
+        _resolve_error,
+        layout("tokens", "R3"),
+        layout("lengths", "R3"),
+        _resolved_values,
+        _truth("aliased", "R4", "shared-storage"),
+        equal("host", "R7"),
+        equal("host_sum", "R7"),
+        _unchanged_relay("R5"),
+    ),
+    "absorb-filter": _rows_of("F1"),
+    "filter": _rows_of("F1"),
+    "retract": _rows_of("F1"),
+    "merge": _rows_of("M1", filter_=False),
+    "law-filter": _draft_of("F1", "F2"),
+    "law-host-path": _draft_of("F5", "F5"),
+    "law-compose": _draft_of("F3", "F3"),
+    "law-keep-all": _draft_of("F4", "F4"),
+    "law-merge": _draft_of("M1", "M4", "M5"),
+    "law-associate": _draft_of("M2", "M2"),
+    "law-distribute": _draft_of("M3", "M3"),
+    "law-neutral": _draft_of("I2", "I2"),
+    "idle-input": (_error("I1"), _idle_layout),
+    "consume-twice": (_consume_twice,),
+    "wild-merge-raw-idle-right": _wild("I2", neutral=True),
+    "wild-merge-raw-idle-left": _wild("I2", neutral=True),
+    "wild-resolve-without-indices": _wild("I4", neutral=True),
+    "wild-mirror-left-only": _wild("M4"),
+    "wild-mirror-right-only": _wild("M4"),
+    "wild-relayed-with-stored": _wild("M7"),
+    "wild-stored-with-relayed": _wild("M7"),
+}
+"""The checks of every call, in declared order: the first that differs is reported."""
+
+
+def judge(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+    """The first difference between one call's expected and real observation, or None."""
+    for check in CHECKS[observed.call]:
+        difference = check(expected, observed, context)
+        if difference is not None:
+            return difference
+    return None

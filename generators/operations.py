@@ -1,0 +1,352 @@
+"""The operation alphabet, and the traces that operations form.
+
+A trace is self-contained JSON: a header and a list of operations. Everything a player needs follows
+from it (token values from the header's seed, see :mod:`generators.values`); nothing in it depends
+on a tree. Requests are numbered by the trace; a request that is retracted and admitted again keeps
+its number and gets a new *generation*.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+SCHEMA = 1
+"""Version of the trace format; a reader refuses any other."""
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read; the message is one line for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One entry of a trace. Subclasses are the alphabet; their fields are the JSON fields."""
+
+    op: ClassVar[str]
+    wild: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """The alphabet's name for what this entry does (``chunk`` for an unfinished prefill)."""
+        return self.op
+
+    def line(self) -> str:
+        """The operation as one printed line."""
+        return self.op
+
+    def as_json(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        kept = {k: v for k, v in values.items() if v != defaults[k]}
+        return {"op": self.op, **kept}
+
+
+@dataclass(frozen=True, slots=True)
+class Admit(Operation):
+    """Prefill of a batch: ``rows`` are (request, slot, prompt tokens in the KV cache afterwards).
+
+    ``chunk`` names the one request of the batch whose prompt goes on after this prefill: its stash
+    is never read. A request that already holds its slot continues an earlier chunk.
+    """
+
+    op: ClassVar[str] = "admit"
+    rows: tuple[tuple[int, int, int], ...]
+    chunk: int | None = None
+
+    @property
+    def name(self) -> str:
+        return "admit" if self.chunk is None else "chunk"
+
+    def line(self) -> str:
+        rows = ", ".join(
+            f"r{request}@{slot} len {length}{' (chunk)' if request == self.chunk else ''}"
+            for request, slot, length in self.rows
+        )
+        return f"{self.name} {rows}"
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt(Operation):
+    """The last prefill batch loses finished rows and the chunk, then becomes the running batch."""
+
+    op: ClassVar[str] = "adopt"
+
+
+@dataclass(frozen=True, slots=True)
+class Merge(Operation):
+    """The last prefill batch loses finished rows and the chunk, then joins the running batch."""
+
+    op: ClassVar[str] = "merge"
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Operation):
+    """Decode of the running batch; ``accepted[i]`` drafts are accepted for row i (0 <= k < block).
+
+    ``redundant`` names requests whose end is already in flight: they are decoded once more and
+    their result is dropped.
+    """
+
+    op: ClassVar[str] = "step"
+    accepted: tuple[int, ...]
+    redundant: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "redundant" if self.redundant else "step"
+
+    def line(self) -> str:
+        extra = "".join(f", r{request} redundant" for request in self.redundant)
+        return f"{self.name} accepted {list(self.accepted)}{extra}"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(Operation):
+    """The host learns that a request ended; its rows leave at the next filter."""
+
+    op: ClassVar[str] = "finish"
+    request: int
+
+    def line(self) -> str:
+        return f"finish r{self.request}"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter(Operation):
+    """Finished requests leave the running batch and free their slots."""
+
+    op: ClassVar[str] = "filter"
+
+
+@dataclass(frozen=True, slots=True)
+class Retract(Operation):
+    """Out of memory: ``keep`` (requests, in the order the scheduler sorted them) stay."""
+
+    op: ClassVar[str] = "retract"
+    keep: tuple[int, ...]
+
+    def line(self) -> str:
+        return "retract all but " + ", ".join(f"r{request}" for request in self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle(Operation):
+    """A fresh batch of zero rows without draft input runs (``during`` prefill or decode)."""
+
+    op: ClassVar[str] = "idle"
+    during: str = "decode"
+
+    def line(self) -> str:
+        return f"idle during {self.during}"
+
+
+@dataclass(frozen=True, slots=True)
+class Law(Operation):
+    """An algebraic law of the draft input, evaluated on copies of the running batch's own.
+
+    ``law`` is one of :data:`LAWS`; ``keep`` and ``then`` are row selections where the law filters,
+    ``cut`` splits the rows where it merges; ``form`` is ``relayed`` (rows live in the relay) or
+    ``stored`` (rows live in the five tensors); ``mirrors`` puts host mirrors on every operand.
+    """
+
+    op: ClassVar[str] = "law"
+    law: str
+    form: str = "relayed"
+    mirrors: bool = False
+    keep: tuple[int, ...] = ()
+    then: tuple[int, ...] = ()
+    cut: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"law-{self.law}"
+
+    def line(self) -> str:
+        parts = [f"law {self.law} ({self.form}{', mirrors' if self.mirrors else ''})"]
+        if self.keep:
+            parts.append(f"keep {list(self.keep)}")
+        if self.then:
+            parts.append(f"then {list(self.then)}")
+        if self.cut:
+            parts.append(f"cut {self.cut}")
+        return " ".join(parts)
+
+
+LAWS = (
+    "filter",
+    "compose",
+    "keep-all",
+    "merge",
+    "associate",
+    "distribute",
+    "neutral",
+    "idle",
+    "consume-twice",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wild(Operation):
+    """A use that the API accepts and no scheduler path issues, on copies; see :data:`WILD_USES`."""
+
+    op: ClassVar[str] = "wild"
+    wild: ClassVar[bool] = True
+    use: str
+
+    @property
+    def name(self) -> str:
+        return f"wild-{self.use}"
+
+    def line(self) -> str:
+        return f"wild {self.use}"
+
+
+WILD_USES = (
+    "merge-raw-idle-right",
+    "merge-raw-idle-left",
+    "resolve-without-indices",
+    "mirror-left-only",
+    "mirror-right-only",
+    "relayed-with-stored",
+    "stored-with-relayed",
+)
+
+ALPHABET: dict[str, type[Operation]] = {
+    kind.op: kind for kind in (Admit, Adopt, Merge, Step, Finish, Filter, Retract, Idle, Law, Wild)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The setting of a trace.
+
+    Attributes:
+        pool: rows of the relay, slot 0 (padding) included.
+        block: draft block size in tokens.
+        page: KV page size in tokens.
+        overlap: relay (True) or the synchronous loop, in which nothing is relayed.
+        needs_cpu_seq_lens: whether an attention backend wants host lengths.
+        debug: whether the tree runs with its debug assertions (a property of the process).
+        compiled: whether those assertions run compiled, as they do in production, or eagerly.
+        token_bits: token ids are below ``2**token_bits``.
+        seed: of the token values.
+    """
+
+    algorithm: str = "DFLASH"
+    pool: int = 8
+    block: int = 4
+    page: int = 1
+    overlap: bool = True
+    needs_cpu_seq_lens: bool = True
+    debug: bool = False
+    compiled: bool = False
+    token_bits: int = 31
+    seed: int = 0
+
+    def line(self) -> str:
+        return (
+            f"{self.algorithm} pool {self.pool}, block {self.block}, page {self.page}, "
+            f"overlap {'on' if self.overlap else 'off'}, "
+            f"host lengths {'on' if self.needs_cpu_seq_lens else 'off'}, "
+            f"debug {'off' if not self.debug else 'compiled' if self.compiled else 'on'}, "
+            f"seed {self.seed}"
+        )
+
+
+_BOUNDS = {"pool": (2, 1 << 20), "block": (1, 1024), "page": (1, 1024), "token_bits": (20, 63)}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A header and its operations."""
+
+    header: Header
+    operations: tuple[Operation, ...] = field(default=())
+
+    def lines(self) -> list[str]:
+        return [f"{i + 1:2}. {operation.line()}" for i, operation in enumerate(self.operations)]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "header": dataclasses.asdict(self.header),
+            "operations": [operation.as_json() for operation in self.operations],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Trace:
+        """Read a trace; raises :class:`TraceError` with one line on anything malformed."""
+        if not isinstance(data, dict) or "operations" not in data or "header" not in data:
+            raise TraceError(
+                "not a trace: a JSON object with 'header' and 'operations' is expected"
+            )
+        if data.get("schema") != SCHEMA:
+            raise TraceError(
+                f"trace schema {data.get('schema')!r} is not the supported {SCHEMA}; "
+                "use the version of dflash-conformance that wrote it"
+            )
+        header = _read(Header, data["header"], "header")
+        for name, (low, high) in _BOUNDS.items():
+            if not low <= getattr(header, name) <= high:
+                raise TraceError(f"header: '{name}' must be between {low} and {high}")
+        if not isinstance(data["operations"], list):
+            raise TraceError("'operations' must be a list")
+        operations = []
+        for number, entry in enumerate(data["operations"], 1):
+            if not isinstance(entry, dict) or entry.get("op") not in ALPHABET:
+                name = entry.get("op") if isinstance(entry, dict) else entry
+                raise TraceError(f"operation {number}: {name!r} is not in the alphabet")
+            values = {k: v for k, v in entry.items() if k != "op"}
+            operations.append(_read(ALPHABET[entry["op"]], values, f"operation {number}"))
+        return cls(header, tuple(operations))
+
+    @classmethod
+    def loads(cls, text: str) -> Trace:
+        """Read a trace from JSON text: a bare trace, or a failure file that holds one."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise TraceError(f"not JSON: {error}") from None
+        if isinstance(data, dict) and isinstance(data.get("trace"), dict):
+            data = data["trace"]
+        return cls.from_json(data)
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    """Build a dataclass from JSON values, checking names and types."""
+    if not isinstance(data, dict):
+        raise TraceError(f"{where}: an object is expected")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise TraceError(f"{where}: unknown field '{unknown[0]}'")
+    values = {}
+    for name, spec in fields.items():
+        if name in data:
+            values[name] = _coerce(hints[name], data[name], f"{where}: '{name}'")
+        elif spec.default is dataclasses.MISSING:
+            raise TraceError(f"{where}: field '{name}' is missing")
+    return kind(**values)
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        inner = typing.get_args(hint)
+        if inner[-1] is Ellipsis:
+            return tuple(_coerce(inner[0], item, where) for item in value)
+        if len(value) == len(inner):
+            return tuple(_coerce(h, item, where) for h, item in zip(inner, value, strict=True))
+    elif origin is types.UnionType:
+        if value is None:
+            return None
+        return _coerce(typing.get_args(hint)[0], value, where)
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    raise TraceError(f"{where} has the wrong type")

@@ -1,0 +1,275 @@
+"""Make a failing trace small without losing the failure.
+
+Works on traces, whatever made them. A candidate leaves something out; :func:`repair` turns it into
+a legal trace again (rows of requests that are gone are dropped, a merge into nothing becomes an
+adoption); the caller's predicate says whether it still fails in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from generators.operations import (
+    Admit,
+    Adopt,
+    Finish,
+    Header,
+    Law,
+    Merge,
+    Operation,
+    Retract,
+    Step,
+    Trace,
+)
+from generators.protocol import Capabilities, State
+from generators.values import STRIDE
+
+
+def _by_request(trace: Trace) -> list[dict[int, int]]:
+    """For every operation, the accepted drafts by request (empty unless it is a step)."""
+    state = State(trace.header)
+    result = []
+    for operation in trace.operations:
+        accepted: dict[int, int] = {}
+        if isinstance(operation, Step):
+            numbers = [r.number for r in state.running]
+            accepted = dict(zip(numbers, operation.accepted, strict=True))
+        result.append(accepted)
+        state.apply(operation)
+    return result
+
+
+def repair(
+    header: Header,
+    operations: list[tuple[Operation, dict[int, int]]],
+    capabilities: Capabilities,
+) -> Trace:
+    """The operations as a legal trace: each is adapted to what is left, or dropped."""
+    state = State(header)
+    kept: list[Operation] = []
+    for operation, accepted in operations:
+        adapted = _adapt(operation, accepted, state)
+        if adapted is not None and state.refusal(adapted, capabilities) is None:
+            state.apply(adapted)
+            kept.append(adapted)
+    return Trace(header, tuple(kept))
+
+
+def _adapt(operation: Operation, accepted: dict[int, int], state: State) -> Operation | None:
+    running = [r.number for r in state.running]
+    if isinstance(operation, Step):
+        top = state.header.block - 1
+        return Step(
+            tuple(min(accepted.get(number, 0), top) for number in running),
+            tuple(n for n in operation.redundant if n in running),
+        )
+    if isinstance(operation, Admit):
+        rows = tuple(
+            row
+            for row in operation.rows
+            if (row[0] in state.live and state.live[row[0]] is state.chunked)
+            or (row[0] not in state.live and row[1] in state.free)
+        )
+        chunk = operation.chunk if operation.chunk in [r for r, _, _ in rows] else None
+        return Admit(rows, chunk) if rows else None
+    if isinstance(operation, Merge | Adopt):
+        return Merge() if running else Adopt()
+    if isinstance(operation, Retract):
+        return Retract(tuple(n for n in operation.keep if n in running))
+    if isinstance(operation, Law):
+        keep = tuple(i for i in operation.keep if i < len(running))
+        then = tuple(i for i in operation.then if i < len(keep))
+        return replace(operation, keep=keep, then=then, cut=min(operation.cut, len(running)))
+    return operation
+
+
+def shrink(
+    trace: Trace,
+    fails: Callable[[Trace], bool],
+    capabilities: Capabilities,
+    *,
+    attempts: int = 2000,
+) -> Trace:
+    """The smallest trace found that still fails; deterministic.
+
+    Args:
+        trace: legal, failing.
+        fails: whether a trace fails in the same way; called at most `attempts` times.
+    """
+    tried: set[Trace] = {trace}
+    progress = True
+    while progress and len(tried) < attempts:
+        progress = False
+        for candidate in _candidates(trace, capabilities):
+            if candidate in tried or _size(candidate) >= _size(trace):
+                continue
+            tried.add(candidate)
+            if fails(candidate):
+                trace, progress = candidate, True
+                break
+            if len(tried) >= attempts:
+                break
+    return trace
+
+
+def _size(trace: Trace) -> tuple[int, ...]:
+    """Order of traces: fewer operations, fewer rows, then simpler settings."""
+    header = trace.header
+    rows = sum(len(o.rows) for o in trace.operations if isinstance(o, Admit))
+    detail = sum(
+        sum(o.accepted) + 4 * len(o.redundant)
+        if isinstance(o, Step)
+        else len(o.keep) + len(o.then) + o.cut + 2 * o.mirrors + (o.form != "relayed")
+        if isinstance(o, Law)
+        else sum(length % STRIDE + slot + request for request, slot, length in o.rows)
+        + 8 * (o.chunk is not None)
+        + sum(length // STRIDE for _, _, length in o.rows)
+        if isinstance(o, Admit)
+        else 0
+        for o in trace.operations
+    )
+    settings = (
+        header.pool
+        + header.block
+        + header.page
+        + header.seed
+        + 2 * (not header.overlap)
+        + (not header.needs_cpu_seq_lens)
+    )
+    return (len(trace.operations), rows, detail, settings)
+
+
+def _candidates(trace: Trace, capabilities: Capabilities) -> Iterator[Trace]:
+    """Simpler traces, the boldest first."""
+    header = trace.header
+    pairs = list(zip(trace.operations, _by_request(trace), strict=True))
+    n = len(pairs)
+
+    # Leave out runs of operations, from long to short.
+    width = n // 2
+    while width:
+        for start in range(n - width, -1, -1):
+            yield repair(header, pairs[:start] + pairs[start + width :], capabilities)
+        width //= 2
+
+    # Leave out one request everywhere.
+    numbers = sorted({r for o in trace.operations if isinstance(o, Admit) for r, _, _ in o.rows})
+    for number in numbers:
+        yield repair(header, _without(pairs, number), capabilities)
+
+    yield from _simpler_operations(header, pairs, capabilities)
+    yield from _simpler_headers(header, pairs, capabilities)
+    yield _renumbered(trace, capabilities)
+
+
+Pairs = list[tuple[Operation, dict[int, int]]]
+
+
+def _without(pairs: Pairs, number: int) -> Pairs:
+    left: Pairs = []
+    for operation, accepted in pairs:
+        if isinstance(operation, Admit):
+            rows = tuple(row for row in operation.rows if row[0] != number)
+            if not rows:
+                continue
+            chunk = None if operation.chunk == number else operation.chunk
+            operation = Admit(rows, chunk)
+        elif isinstance(operation, Finish) and operation.request == number:
+            continue
+        left.append((operation, accepted))
+    return left
+
+
+def _simpler_operations(
+    header: Header, pairs: Pairs, capabilities: Capabilities
+) -> Iterator[Trace]:
+    for index, (operation, accepted) in enumerate(pairs):
+        for simpler, drafts in _simpler(operation, accepted):
+            changed = [*pairs[:index], (simpler, drafts), *pairs[index + 1 :]]
+            yield repair(header, changed, capabilities)
+
+
+def _simpler(
+    operation: Operation, accepted: dict[int, int]
+) -> Iterator[tuple[Operation, dict[int, int]]]:
+    if isinstance(operation, Step):
+        if any(accepted.values()):
+            yield operation, {}
+            for number in accepted:
+                yield operation, {**accepted, number: 0}
+        if operation.redundant:
+            yield replace(operation, redundant=()), accepted
+    elif isinstance(operation, Admit):
+        if operation.chunk is not None:
+            yield replace(operation, chunk=None), accepted
+        for i in range(len(operation.rows)):
+            if len(operation.rows) > 1:
+                rows = operation.rows[:i] + operation.rows[i + 1 :]
+                chunk = operation.chunk if operation.chunk in [r for r, _, _ in rows] else None
+                yield Admit(rows, chunk), accepted
+        short = tuple(
+            (request, slot, length - length % STRIDE + min(length % STRIDE, 1 + i))
+            for i, (request, slot, length) in enumerate(operation.rows)
+        )
+        yield replace(operation, rows=short), accepted
+    elif isinstance(operation, Law):
+        yield replace(operation, mirrors=False), accepted
+        yield replace(operation, form="relayed"), accepted
+        for i in range(len(operation.keep)):
+            yield replace(operation, keep=operation.keep[:i] + operation.keep[i + 1 :]), accepted
+        for i in range(len(operation.then)):
+            yield replace(operation, then=operation.then[:i] + operation.then[i + 1 :]), accepted
+        if operation.cut:
+            yield replace(operation, cut=operation.cut - 1), accepted
+    elif isinstance(operation, Retract) and len(operation.keep) > 1:
+        for i in range(len(operation.keep)):
+            yield replace(operation, keep=operation.keep[:i] + operation.keep[i + 1 :]), accepted
+
+
+def _simpler_headers(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:
+    rows = [row for o, _ in pairs if isinstance(o, Admit) for row in o.rows]
+    top = max((slot for _, slot, _ in rows), default=1)
+    for change in (
+        {"overlap": True},
+        {"needs_cpu_seq_lens": True},
+        {"page": 1},
+        {"seed": 0},
+        {"block": 1},
+        {"block": 2},
+        {"block": max(1, header.block // 2)},
+        {"pool": max(2, top + 1)},
+    ):
+        simpler = replace(header, **change)  # type: ignore[arg-type]
+        if simpler != header:
+            yield repair(simpler, pairs, capabilities)
+
+
+def _renumbered(trace: Trace, capabilities: Capabilities) -> Trace:
+    """Requests, slots and length ranges counted from the start, in order of appearance."""
+    requests: dict[int, int] = {}
+    slots: dict[int, int] = {}
+    ranges: dict[int, int] = {}
+    renamed: Pairs = []
+    for operation, accepted in zip(trace.operations, _by_request(trace), strict=True):
+        if isinstance(operation, Admit):
+            rows = tuple(
+                (
+                    requests.setdefault(request, len(requests)),
+                    slots.setdefault(slot, len(slots) + 1),
+                    ranges.setdefault(length // STRIDE, len(ranges)) * STRIDE + length % STRIDE,
+                )
+                for request, slot, length in operation.rows
+            )
+            chunk = None if operation.chunk is None else requests[operation.chunk]
+            operation = Admit(rows, chunk)
+        elif isinstance(operation, Finish):
+            operation = Finish(requests.get(operation.request, 0))
+        elif isinstance(operation, Retract):
+            operation = Retract(tuple(requests.get(n, 0) for n in operation.keep))
+        elif isinstance(operation, Step):
+            redundant = tuple(requests.get(n, 0) for n in operation.redundant)
+            accepted = {requests.get(n, 0): k for n, k in accepted.items()}
+            operation = Step(operation.accepted, redundant)
+        renamed.append((operation, accepted))
+    return repair(trace.header, renamed, capabilities)

@@ -1,0 +1,120 @@
+"""Traces drawn by Hypothesis (the only module that imports it).
+
+Hypothesis decides the structure: one integer per operation, from which the protocol's choices are
+taken digit by digit. Token values are not drawn at all; they follow from the header's seed. One
+draw per value would cost several times as much as replaying the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+
+from generators.operations import Header, Trace
+from generators.protocol import Capabilities, State, draw
+
+_ENTROPY = 1 << 64
+
+
+class Digits:
+    """Choices taken from one integer, most significant meaning first; 0 gives the simplest."""
+
+    def __init__(self, value: int) -> None:
+        self._value = self._seed = value
+
+    def below(self, n: int) -> int:
+        if n < 2:
+            return 0
+        if self._value < n:
+            # Out of digits: stretch the integer, deterministically. Zero stays zero.
+            self._seed = (
+                self._seed * 0xDA942042E4DD58B5 + 0x2545F491 * bool(self._seed)
+            ) % _ENTROPY
+            self._value = self._seed
+        self._value, digit = divmod(self._value, n)
+        return digit
+
+
+_ONE = st.integers(0, _ENTROPY - 1)
+_POOLS = (2, 3, 4, 5, 6, 8, 9, 17, 33, 65, 129, 257, 513)
+_BLOCKS = (1, 2, 3, 4, 5, 8, 16, 32)
+_PAGES = (1, 16, 64)
+
+
+@st.composite
+def headers(
+    draw_: st.DrawFn, capabilities: Capabilities, *, debug: bool = False, compiled: bool = False
+) -> Header:
+    """Settings of a trace; small pools are as likely as large ones."""
+    digits = Digits(draw_(_ONE))
+    large = digits.below(8) == 7
+    return Header(
+        pool=_POOLS[digits.below(len(_POOLS) if large else 8)],
+        block=_BLOCKS[digits.below(len(_BLOCKS))],
+        page=_PAGES[digits.below(len(_PAGES))],
+        overlap=digits.below(4) != 3,
+        needs_cpu_seq_lens=digits.below(3) != 2,
+        debug=debug,
+        compiled=compiled,
+        token_bits=capabilities.token_bits,
+        seed=digits.below(1 << 20),
+    )
+
+
+@st.composite
+def traces(
+    draw_: st.DrawFn,
+    capabilities: Capabilities,
+    *,
+    debug: bool = False,
+    compiled: bool = False,
+    wild: bool = False,
+    longest: int = 120,
+) -> Trace:
+    """Legal traces (with `wild`, also with wild operations) of at most `longest` operations."""
+    header = draw_(headers(capabilities, debug=debug, compiled=compiled))
+    length = 1 + draw_(_ONE) % longest
+    state = State(header)
+    operations = []
+    for _ in range(length):
+        operation = draw(state, Digits(draw_(_ONE)), capabilities, wild=wild)
+        state.apply(operation)
+        operations.append(operation)
+    return Trace(header, tuple(operations))
+
+
+class Enough(Exception):
+    """Raised by a consumer that needs no more traces."""
+
+
+def generate(
+    strategy: st.SearchStrategy[Trace], seed: int, consume: Callable[[Trace], None]
+) -> None:
+    """Feed traces to `consume` until it raises :class:`Enough`. The same seed gives the same ones.
+
+    Hypothesis only generates here: what fails is shrunk on the trace itself
+    (:mod:`generators.shrink`), so that traces from files and other engines shrink the same way.
+    """
+    round_ = 0
+    while True:
+
+        @settings(
+            max_examples=500,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @hypothesis.given(strategy)
+        def run(trace: Trace) -> None:
+            consume(trace)
+
+        # Rounds of bounded size: Hypothesis remembers every example of a run.
+        try:
+            hypothesis.seed(seed * 1_000_003 + round_)(run)()
+        except Enough:
+            return
+        round_ += 1
