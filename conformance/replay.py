@@ -15,7 +15,7 @@ from conformance.sut.driver import Driver
 from conformance.sut.surface import Surface
 from conformance.verdict import Context, Difference, judge
 from generators.operations import Trace
-from generators.protocol import State
+from generators.protocol import State, situations
 
 
 @dataclass
@@ -111,6 +111,8 @@ class Player:
         for index, operation in enumerate(trace.operations):
             if progress is not None:
                 progress(index)
+            for situation in situations(state, operation):
+                calls[f"situation {situation}"] += 1
             effect = state.apply(operation)
             context = Context(state, operation, effect, previous)
             expectations = oracle.perform(operation, effect)

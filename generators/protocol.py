@@ -35,6 +35,10 @@ from generators.operations import (
 from generators.values import STRIDE, TokenTable, Write
 
 
+_MOST_ROWS = 64
+"""The random generator keeps batches to this many rows."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a tree can do, as far as the rules depend on it (found by ``conformance.sut.surface``).
@@ -122,7 +126,7 @@ class State:
         self.live: dict[int, Request] = {}
         self.decoded = False
         self.operations = 0
-        self.occupants: dict[int, list[Write]] = {}
+        self.used: set[int] = set()
 
     # -- applying ---------------------------------------------------------------------------
 
@@ -211,6 +215,7 @@ def _apply_admit(state: State, operation: Operation) -> Effect:
             state.admissions = max(state.admissions, base + 1)
             request = Request(number, slot, generation, length, (base + 1) * STRIDE)
             state.free.remove(slot)
+            state.used.add(slot)
             state.live[number] = request
         request.length = request.committed = length
         kind = "chunk" if number == operation.chunk else "prefill"
@@ -239,8 +244,11 @@ def _draw_admit(state: State, choose: Choices, _: Capabilities) -> Operation | N
         return None
     retracted = [n for n in state.generations if n not in state.live]
     # Mostly small batches; now and then all that the pool holds.
-    most = len(free) if choose.below(8) == 7 else min(len(free), 4)
-    count = choose.below(most + 1) if rows else (1 + choose.below(most) if most else 0)
+    room = max(0, _MOST_ROWS - len(state.running))
+    most = min(len(free), room if choose.below(8) == 7 else min(room, 4))
+    if not rows and not most:
+        return None
+    count = choose.below(most + 1) if rows else 1 + choose.below(most)
     fresh = len(state.generations)
     for _i in range(count):
         slot = free.pop(choose.below(len(free)))
@@ -253,7 +261,7 @@ def _draw_admit(state: State, choose: Choices, _: Capabilities) -> Operation | N
         base += 1
     chunk = None
     if choose.below(5) == 4:
-        number, _slot, length = rows[choose.below(len(rows))]
+        number, _, _ = rows[choose.below(len(rows))]
         if state.chunked is None or number == state.chunked.number:
             chunk = number
     return Admit(tuple(rows), chunk)
@@ -697,6 +705,44 @@ def draw(
         if operation is not None:
             return operation
     raise AssertionError("no operation is enabled")
+
+
+SITUATIONS: dict[str, str] = {
+    "first step": "the first decode of all",
+    "one row": "a decode of one row",
+    "many rows": "a decode of 16 rows or more",
+    "full pool": "a decode with every slot taken",
+    "reused slot": "a request is admitted to a slot that another one left",
+    "generation": "a retracted request is admitted again",
+    "skipped step": "a prefill runs while the running batch waits",
+    "emptied batch": "the last row leaves the running batch",
+    "emptied prefill": "no row of a prefill batch reaches the running batch",
+    "idle first": "an idle step before any other",
+}
+"""States worth reaching, and what each means."""
+
+
+def situations(state: State, operation: Operation) -> list[str]:
+    """Which of :data:`SITUATIONS` the operation is about to reach in `state`."""
+    found = []
+    if isinstance(operation, Step):
+        rows = len(state.running)
+        found += ["first step"] * (not state.decoded) + ["one row"] * (rows == 1)
+        found += ["many rows"] * (rows >= 16) + ["full pool"] * (not state.free)
+    elif isinstance(operation, Admit):
+        fresh = [(r, slot) for r, slot, _ in operation.rows if r not in state.live]
+        found += ["reused slot"] * any(slot in state.used for _, slot in fresh)
+        found += ["generation"] * any(r in state.generations for r, _ in fresh)
+        found += ["skipped step"] * bool(state.running)
+    elif isinstance(operation, Filter) and all(r.finished for r in state.running):
+        found.append("emptied batch")
+    elif isinstance(operation, Adopt | Merge):
+        assert state.prefill is not None
+        if all(r.finished or r is state.chunked for r in state.prefill):
+            found.append("emptied prefill")
+    elif isinstance(operation, Idle) and not state.operations:
+        found.append("idle first")
+    return found
 
 
 def check(trace: Trace, capabilities: Capabilities) -> None:

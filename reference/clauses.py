@@ -22,6 +22,7 @@ class Clause:
         needs: capability of the tree without which it does not apply, or "".
         black_box: whether it is stated without naming the tree's internals.
         wild: what it says of uses no scheduler path issues, or "".
+        wild_calls: where the suite checks that.
     """
 
     number: str
@@ -30,6 +31,7 @@ class Clause:
     needs: str = ""
     black_box: bool = True
     wild: str = ""
+    wild_calls: tuple[str, ...] = ()
 
 
 _ALL = (
@@ -44,6 +46,7 @@ _ALL = (
         "An idle draft input, as a step leaves it, is neutral for merge on either side.",
         ("law-neutral",),
         wild="A raw idle draft input is neutral too, or merging it is a clear error.",
+        wild_calls=("wild-merge-raw-idle-right", "wild-merge-raw-idle-left"),
     ),
     Clause(
         "I3",
@@ -58,6 +61,7 @@ _ALL = (
         "nothing.",
         ("idle", "admit-resolve"),
         wild="Resolving a draft input without future_indices is a no-op or a clear error.",
+        wild_calls=("wild-resolve-without-indices",),
     ),
     Clause(
         "I5",
@@ -101,6 +105,7 @@ _ALL = (
         ("law-merge",),
         black_box=False,
         wild="A mirror on one side only never yields a wrong length.",
+        wild_calls=("wild-mirror-left-only", "wild-mirror-right-only"),
     ),
     Clause(
         "M5",
@@ -117,6 +122,7 @@ _ALL = (
         "A step never merges a relayed draft input with a stored one.",
         ("merge",),
         wild="Merging a relayed draft input with a stored one is a clear error.",
+        wild_calls=("wild-relayed-with-stored", "wild-stored-with-relayed"),
     ),
     Clause(
         "P1",

@@ -1,0 +1,254 @@
+"""The parent's side of the workers: start them, feed them jobs, survive their deaths.
+
+Never imports torch. On a CPU workers are forked from one preloaded server; a worker that dies is a
+result (:attr:`Answer.crash`) that says which operation it was at and how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.errors import UserError
+from conformance.sut import recorder
+from conformance.sut.worker import Config
+
+
+@dataclass
+class Job:
+    """One request to a worker of its own.
+
+    Attributes:
+        label: for progress and errors.
+        config: what the worker loads.
+        request: ``{"do": "check" | "replay", ...}``.
+        weight: operations it will carry out, for progress.
+    """
+
+    label: str
+    config: Config
+    request: dict[str, Any]
+    weight: int = 0
+
+
+@dataclass
+class Crash:
+    """A worker that died.
+
+    Attributes:
+        how: for example ``signal 11 (SIGSEGV)``.
+        trace, operation: where it was, or None if it had not started a trace.
+    """
+
+    how: str
+    trace: dict[str, Any] | None
+    operation: int
+
+
+@dataclass
+class Answer:
+    """What came of a job: exactly one of the three is set.
+
+    Attributes:
+        result: the worker's answer.
+        error: ``status``, ``message`` and ``traceback`` of a request that failed.
+        crash: how the worker died.
+    """
+
+    job: Job
+    result: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    crash: Crash | None = None
+
+
+Progress = Callable[[Job, int], None]
+"""Called with a job and the operations it has done so far."""
+
+
+class _Connection:
+    def __init__(self, job: Job, sock: socket.socket, record: Path) -> None:
+        self.job, self.socket, self.record = job, sock, record
+        self.pid = 0
+        self.buffer = b""
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Whole messages that have arrived; None at the end of the connection."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            return None
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        return [json.loads(line) for line in lines if line]
+
+
+class Pool:
+    """Runs jobs on workers, at most `size` at a time.
+
+    Args:
+        cache: folder for what torch, triton and Hypothesis write.
+        size: workers at a time; default the machine's cores.
+    """
+
+    def __init__(self, cache: Path, size: int | None = None) -> None:
+        self.cache = cache
+        self.size = size or len(os.sched_getaffinity(0))
+        self._exits: dict[int, int] = {}
+        self._started: list[int] = []
+        self._control_buffer = b""
+        self._temporary = tempfile.TemporaryDirectory(prefix="dflash-conformance-")
+        self._start_server()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(5)
+        self._server.kill()
+        self._server.wait()
+        self._temporary.cleanup()
+
+    def _environment(self) -> dict[str, str]:
+        """The workers' environment: the interpreter for Triton, and caches in one place."""
+        root = str(Path(__file__).parent.parent)
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TRITON_INTERPRET": "1",
+            "TRITON_CACHE_DIR": str(self.cache / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(self.cache / "hypothesis"),
+        }
+
+    def _start_server(self) -> None:
+        self._control, theirs = socket.socketpair()
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "conformance.sut.server", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=self._environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        theirs.close()
+        self._ready = False
+
+    def _server_died(self) -> UserError:
+        assert self._server.stderr is not None
+        text = self._server.stderr.read().strip().splitlines()
+        last = text[-1] if text else "no message"
+        return UserError(
+            f"the workers could not start ({last}); check that torch, triton and numpy import in "
+            "this environment"
+        )
+
+    def _read_control(self) -> None:
+        data = self._control.recv(1 << 16)
+        if not data:
+            raise self._server_died()
+        *lines, self._control_buffer = (self._control_buffer + data).split(b"\n")
+        for message in map(json.loads, lines):
+            if "exit" in message:
+                self._exits[message["exit"]] = message["status"]
+            elif "started" in message:
+                self._started.append(message["started"])
+            else:
+                self._ready = True
+
+    def _start(self, job: Job, number: int) -> _Connection:
+        mine, theirs = socket.socketpair()
+        record = Path(self._temporary.name) / f"recorder-{number}"
+        recorder.create(record)
+        while not self._ready:
+            self._read_control()
+        socket.send_fds(self._control, [b"w"], [theirs.fileno()])
+        theirs.close()
+        while not self._started:
+            self._read_control()
+        connection = _Connection(job, mine, record)
+        connection.pid = self._started.pop(0)
+        config = asdict(job.config)
+        config["recorder"] = str(record)
+        connection.send(config)
+        return connection
+
+    def run(self, jobs: list[Job], progress: Progress | None = None) -> Iterator[Answer]:
+        """Run the jobs; answers come in the order of `jobs`, each as soon as it can."""
+        answers: dict[int, Answer] = {}
+        following = 0
+        waiting = list(enumerate(jobs))
+        with selectors.DefaultSelector() as selector:
+            busy = 0
+            try:
+                while waiting or busy:
+                    while waiting and busy < self.size:
+                        number, job = waiting.pop(0)
+                        connection = self._start(job, number)
+                        selector.register(
+                            connection.socket, selectors.EVENT_READ, (number, connection)
+                        )
+                        busy += 1
+                    for key, _ in selector.select():
+                        number, connection = key.data
+                        answer = self._react(connection, progress)
+                        if answer is not None:
+                            selector.unregister(connection.socket)
+                            connection.socket.close()
+                            connection.record.unlink()
+                            busy -= 1
+                            answers[number] = answer
+                    while following in answers:
+                        yield answers.pop(following)
+                        following += 1
+            finally:
+                for key in list(selector.get_map().values()):
+                    key.data[1].socket.close()
+
+    def _react(self, connection: _Connection, progress: Progress | None) -> Answer | None:
+        job = connection.job
+        messages = connection.receive()
+        if messages is None:
+            return Answer(job, crash=self._crash(connection))
+        for message in messages:
+            event = message.pop("event")
+            if event == "ready":
+                connection.send(job.request)
+            elif event == "progress":
+                if progress is not None:
+                    progress(job, message["operations"])
+            elif event == "result":
+                return Answer(job, result=message)
+            else:
+                return Answer(job, error=message)
+        return None
+
+    def _crash(self, connection: _Connection) -> Crash:
+        while connection.pid not in self._exits:
+            self._read_control()
+        status = self._exits.pop(connection.pid)
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            how = f"signal {number} ({signal.Signals(number).name})"
+        else:
+            how = f"exit status {os.WEXITSTATUS(status)}"
+        recorded = recorder.read(connection.record)
+        if recorded is None:
+            return Crash(how, None, -1)
+        return Crash(how, *recorded)

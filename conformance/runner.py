@@ -1,0 +1,285 @@
+"""Check trees: plan jobs, run them on the pool, put the answers together into a report.
+
+Runs in the parent and never imports torch. Budgets are operations, and shards are fixed by the
+profile, so the same seed gives the same report on any number of cores.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from conformance.errors import NoEntryPoint, UserError
+from conformance.pool import Answer, Job, Pool
+from conformance.sut.source import Tree
+from conformance.sut.worker import Config
+from conformance.waivers import Waiver
+from generators.operations import LAWS, WILD_USES
+from generators.protocol import SITUATIONS
+from reference.clauses import CLAUSES
+
+SHARD = 20_000
+"""Operations of one job; a constant, so that results do not depend on the number of cores."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A budget, per tree, in operations.
+
+    Attributes:
+        plain: with debug assertions off.
+        debug: with debug assertions on, run eagerly.
+        compiled: with debug assertions on and compiled, as in production.
+    """
+
+    name: str
+    plain: int
+    debug: int
+    compiled: int
+
+
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        Profile("quick", 40_000, 20_000, 150),
+        Profile("pr", 400_000, 120_000, 1_000),
+        Profile("nightly", 8_000_000, 2_000_000, 20_000),
+    )
+}
+
+
+class SuiteFault(Exception):
+    """The suite itself is wrong, or something the tree supports was never reached."""
+
+
+@dataclass
+class TreeReport:
+    """One tree's part of a report."""
+
+    tree: Tree
+    surface: dict[str, Any] = field(default_factory=dict)
+    deviations: list[dict[str, Any]] = field(default_factory=list)
+    operations: int = 0
+    calls: int = 0
+    traces: int = 0
+    reached: Counter[str] = field(default_factory=Counter)
+    waivers: dict[str, str] = field(default_factory=dict)
+    modes: dict[str, int] = field(default_factory=dict)
+    refusal: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """``conforms``, ``deviates`` or ``no entry point``; contract gaps do not count."""
+        if self.refusal is not None:
+            return "no entry point"
+        open_ = [d for d in self.deviations if d["mode"] == "legal" and d["waiver"] is None]
+        return "deviates" if open_ else "conforms"
+
+    def features(self) -> set[str]:
+        return set(self.surface.get("features", ()))
+
+    def unreached(self, *, wild: bool) -> list[str]:
+        """What the tree supports and this run never carried out."""
+        return [name for name in supported(self.features(), wild=wild) if not self.reached[name]]
+
+    def clause_counts(self, *, wild: bool) -> dict[str, int | None]:
+        """How often each clause was checked; None where the tree has nothing it applies to."""
+        counts: dict[str, int | None] = {}
+        for clause in CLAUSES.values():
+            if clause.needs and clause.needs not in self.features():
+                counts[clause.number] = None
+            else:
+                calls = clause.calls + (clause.wild_calls if wild else ())
+                counts[clause.number] = sum(self.reached[call] for call in calls)
+        return counts
+
+
+def supported(features: set[str], *, wild: bool) -> list[str]:
+    """Operations and situations that a run on a tree with these features must reach."""
+    operations = "admit chunk adopt merge step redundant finish filter retract".split()
+    operations += [f"law-{law}" for law in LAWS if law != "consume-twice" or "debug" in features]
+    if wild:
+        operations += [f"wild-{use}" for use in WILD_USES]
+    situations = list(SITUATIONS)
+    if "idle" in features or wild:
+        operations.append("idle")
+    else:
+        situations.remove("idle first")
+    return [f"operation {name}" for name in operations] + [f"situation {s}" for s in situations]
+
+
+def plan(
+    tree: Tree,
+    profile: Profile,
+    *,
+    seed: int,
+    wild: bool,
+    waivers: Sequence[Waiver],
+    relocated: dict[str, str],
+    declared: list[list[str]],
+    fault: str | None = None,
+) -> list[Job]:
+    """The jobs of one tree: shards without debug, with debug, and with debug compiled."""
+    modes = (
+        ("debug off", False, False, profile.plain),
+        ("debug on", True, False, profile.debug),
+        ("debug compiled", True, True, profile.compiled),
+    )
+    jobs = []
+    for mode, (label, debug, compiled, budget) in enumerate(modes):
+        for shard, start in enumerate(range(0, budget, SHARD)):
+            size = min(SHARD, budget - start)
+            jobs.append(
+                Job(
+                    f"{tree.label}, {label}",
+                    Config(
+                        root=str(tree.root),
+                        debug=debug,
+                        compiled=compiled,
+                        relocated=relocated,
+                        declared=declared,
+                        fault=fault,
+                    ),
+                    {
+                        "do": "check",
+                        "operations": size,
+                        "seed": (seed * 3 + mode) * 1_000_003 + shard,
+                        "wild": wild,
+                        "waivers": [waiver.request() for waiver in waivers],
+                    },
+                    weight=size,
+                )
+            )
+    return jobs
+
+
+def check_trees(
+    trees: Sequence[Tree],
+    profile: Profile,
+    pool: Pool,
+    *,
+    seed: int = 0,
+    wild: bool = False,
+    waivers: Sequence[Waiver] = (),
+    relocated: dict[str, str] | None = None,
+    declared: list[list[str]] | None = None,
+    fault: str | None = None,
+    progress: Callable[[Job, int], None] | None = None,
+    finished: Callable[[TreeReport], None] | None = None,
+) -> list[TreeReport]:
+    """Check every tree with the profile's budget.
+
+    Args:
+        finished: called with each tree's report as soon as it is complete.
+
+    Raises:
+        SuiteFault: a worker failed in the suite's own code.
+        NoEntryPoint, UserError: a single tree cannot be checked at all (with several, its report
+            says so instead).
+    """
+    start = time.monotonic()
+    plans = [
+        plan(
+            tree,
+            profile,
+            seed=seed,
+            wild=wild,
+            waivers=waivers,
+            relocated=relocated or {},
+            declared=declared or [],
+            fault=fault,
+        )
+        for tree in trees
+    ]
+    answers = pool.run([job for jobs in plans for job in jobs], progress)
+    reports = []
+    for tree, jobs in zip(trees, plans, strict=True):
+        report = TreeReport(tree)
+        for _ in jobs:
+            _add(report, next(answers), single=len(trees) == 1)
+        report.deviations.sort(key=lambda d: (d["mode"], d["clause"], d["anomaly"]))
+        report.seconds = round(time.monotonic() - start, 2)
+        start = time.monotonic()
+        reports.append(report)
+        if finished is not None:
+            finished(report)
+    return reports
+
+
+def _add(report: TreeReport, answer: Answer, *, single: bool) -> None:
+    if answer.error is not None:
+        status, message = answer.error["status"], answer.error["message"]
+        if status == 3:
+            raise SuiteFault(f"{answer.job.label}: {message}\n{answer.error['traceback']}")
+        if single:
+            raise (NoEntryPoint if status == 125 else UserError)(message)
+        report.refusal = message
+        return
+    if answer.crash is not None:
+        _merge(report.deviations, _crash(answer))
+        return
+    result = answer.result
+    assert result is not None
+    report.surface = _merged_surface(report.surface, result["surface"])
+    for deviation in result["deviations"]:
+        _merge(report.deviations, deviation)
+    report.operations += result["operations"]
+    report.calls += result["calls"]
+    report.traces += result["traces"]
+    report.reached.update(result["reached"])
+    mode = answer.job.label.rpartition(", ")[2]
+    report.modes[mode] = report.modes.get(mode, 0) + result["operations"]
+    for name, state in result["waivers"].items():
+        if state != "elsewhere":
+            report.waivers[name] = state
+
+
+def _merge(found: list[dict[str, Any]], deviation: dict[str, Any]) -> None:
+    """Add a deviation, or count it with the one of the same name that has the shorter trace."""
+    for index, other in enumerate(found):
+        if all(other[key] == deviation[key] for key in ("clause", "anomaly", "mode")):
+            count = other["count"] + deviation["count"]
+            shorter = min((other, deviation), key=lambda d: len(d["trace"]["operations"]))
+            found[index] = {**shorter, "count": count}
+            return
+    found.append(deviation)
+
+
+def _crash(answer: Answer) -> dict[str, Any]:
+    """A dead worker as a deviation: where it was and how it ended."""
+    crash = answer.crash
+    assert crash is not None
+    if crash.trace is None:
+        raise SuiteFault(f"{answer.job.label}: a worker died at start ({crash.how})")
+    trace = {**crash.trace, "operations": crash.trace["operations"][: crash.operation + 1]}
+    return {
+        "clause": "R1",
+        "anomaly": "crash",
+        "mode": "legal",
+        "waiver": None,
+        "count": 1,
+        "difference": {
+            "clause": "R1",
+            "anomaly": "crash",
+            "call": trace["operations"][-1]["op"],
+            "aspect": "process",
+            "expected": "the process lives",
+            "observed": crash.how,
+            "rows": [],
+        },
+        "trace": trace,
+    }
+
+
+def _merged_surface(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Union over processes: features differ with debug, stand-ins with what was used."""
+    if not first:
+        return second
+    merged = dict(first)
+    for key in ("features", "real", "doubles", "inert", "missing_packages", "notes"):
+        merged[key] = sorted(set(first[key]) | set(second[key]))
+    return merged

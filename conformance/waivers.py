@@ -1,0 +1,93 @@
+"""Known deviations of real trees, each with a witness trace that must reproduce it.
+
+A waiver applies to any tree on which its witness reproduces exactly its clause and anomaly; the
+version range it names is documentation. Strictness comes from the witnesses, which every run
+replays, never from what the random search happened to find.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import tomllib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.errors import UserError
+from generators.operations import Trace, TraceError
+from reference.clauses import CLAUSES
+
+PACKAGED = Path(__file__).with_name("waivers.toml")
+_TEXT = ("name", "clause", "anomaly", "witness", "link", "reason", "effect", "releases")
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """One accepted deviation.
+
+    Attributes:
+        name: short and stable.
+        clause, anomaly: exactly what the witness must reproduce.
+        trace: the witness, as JSON.
+        link: where upstream was told, or what public report shows it.
+        reason: why it is accepted for now.
+        effect: what users of an affected tree would see.
+        releases: where it was seen; documentation only.
+        expires: the day from which the deviation counts again.
+    """
+
+    name: str
+    clause: str
+    anomaly: str
+    trace: dict[str, Any]
+    link: str
+    reason: str
+    effect: str
+    releases: str
+    expires: datetime.date
+
+    def request(self) -> dict[str, Any]:
+        """What a worker needs of it."""
+        kept = ("name", "clause", "anomaly", "trace")
+        return {key: value for key, value in asdict(self).items() if key in kept}
+
+
+def load(path: Path = PACKAGED, *, today: datetime.date | None = None) -> list[Waiver]:
+    """Waivers of a TOML file (``[[waiver]]`` tables), expired ones left out.
+
+    Raises:
+        UserError: the file or a witness is missing or malformed, in one line.
+    """
+    today = today or datetime.date.today()
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"waiver file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"waiver file {path} is not TOML: {error}") from None
+    tables = data.get("waiver", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UserError(f"waiver file {path}: 'waiver' must be an array of tables ([[waiver]])")
+    waivers = [_read(table, path) for table in tables]
+    return [waiver for waiver in waivers if waiver.expires > today]
+
+
+def _read(table: dict[str, Any], path: Path) -> Waiver:
+    where = f"waiver file {path}: waiver {table.get('name', '(without name)')!r}"
+    for key in _TEXT:
+        if not isinstance(table.get(key), str) or not table[key].strip():
+            raise UserError(f"{where}: '{key}' is missing or not a text")
+    if table["clause"] not in CLAUSES:
+        raise UserError(f"{where}: there is no clause {table['clause']!r}")
+    if type(table.get("expires")) is not datetime.date:
+        raise UserError(f"{where}: 'expires' must be a date such as 2027-01-31")
+    witness = path.parent / table["witness"]
+    try:
+        trace = Trace.loads(witness.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where}: witness {witness}: {error.strerror}") from None
+    except TraceError as error:
+        raise UserError(f"{where}: witness {witness}: {error}") from None
+    values = {key: table[key] for key in _TEXT if key != "witness"}
+    return Waiver(**values, trace=trace.as_json(), expires=table["expires"])
