@@ -1,1 +1,935 @@
-FAULTS = {}
+"""Seeded faults: one small bug each, and what the suite must report for it.
+
+A detector that nothing ever sets off proves nothing. Every :class:`Fault` edits the syntax tree of
+one release while it loads and names the clause and the anomaly that the engine must then report
+first; without the edit the same run must stay silent.
+
+An :class:`Edit` points at code by module, function, node class and ordinal, never by source text.
+What it puts there is a *template*: Python with holes, ``{0}`` for the node that was there and
+``{1}``, ``{2}``, ... for the expressions directly below it. So ``"{0} + 1"`` is off by one,
+``"[{2}, {1}]"`` swaps a pair, ``"pass"`` drops a statement and ``"if ready:\\n    {0}"`` guards it.
+This module needs neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from conformance.sut.isolation import Edit as Transformation
+
+# -- edits ----------------------------------------------------------------------------------------
+
+_HOLE = re.compile(r"\{(\d+)\}")
+_FILLING = re.compile(r"__hole_(\d+)__")
+
+
+class InapplicableEdit(ValueError):
+    """An edit points at a node that the tree does not have; the message says which."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One node of a tree, and what replaces it.
+
+    Attributes:
+        module: import name.
+        function: qualified name in the module, for example ``FutureMap.stash``.
+        kind: name of an :mod:`ast` class, ``stmt`` and ``expr`` included.
+        ordinal: which of the function's nodes of that kind, in source order, from 0.
+        template: what stands there instead; an expression for an expression, else statements.
+    """
+
+    module: str
+    function: str
+    kind: str
+    ordinal: int
+    template: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.function} {self.kind} {self.ordinal}"
+
+    def find(self, tree: ast.Module) -> ast.expr | ast.stmt:
+        """The node in `tree` that the edit replaces.
+
+        Raises:
+            InapplicableEdit: there is no such function, or it has too few nodes of the kind.
+        """
+        nodes = [n for n in body_nodes(self._function(tree)) if isinstance(n, self._class())]
+        if not 0 <= self.ordinal < len(nodes):
+            raise InapplicableEdit(
+                f"{self.module}:{self.function} has {len(nodes)} nodes of kind {self.kind}, "
+                f"so there is no number {self.ordinal} (counted from 0)"
+            )
+        return nodes[self.ordinal]
+
+    def replacement(self, node: ast.expr | ast.stmt) -> ast.expr | list[ast.stmt]:
+        """The filled template, in the place of `node`."""
+        parts = [node, *(n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr))]
+        text = _HOLE.sub(r"__hole_\1__", textwrap.dedent(self.template).strip())
+        try:
+            template = ast.parse(text, mode="eval" if isinstance(node, ast.expr) else "exec")
+        except SyntaxError as error:
+            raise InapplicableEdit(f"{self}: its template is no code: {error}") from error
+        for new in ast.walk(template):
+            if isinstance(new, ast.expr | ast.stmt):
+                ast.copy_location(new, node)
+        filled = _Fill(parts, self).visit(template)
+        if isinstance(node, ast.expr):
+            result: ast.expr = filled.body
+            _set_context(result, getattr(node, "ctx", ast.Load()))
+            return result
+        statements: list[ast.stmt] = filled.body
+        return statements
+
+    def _function(self, tree: ast.Module) -> ast.FunctionDef | ast.AsyncFunctionDef:
+        scope: ast.AST = tree
+        for name in self.function.split("."):
+            named = [n for n in getattr(scope, "body", []) if getattr(n, "name", None) == name]
+            if not named:
+                raise InapplicableEdit(f"{self.module} has no function {self.function}")
+            scope = named[-1]
+        if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            raise InapplicableEdit(f"{self.module}:{self.function} is not a function")
+        return scope
+
+    def _class(self) -> type[ast.expr] | type[ast.stmt]:
+        found = getattr(ast, self.kind, None)
+        if not (isinstance(found, type) and issubclass(found, ast.expr | ast.stmt)):
+            raise InapplicableEdit(f"{self}: {self.kind} is no kind of statement or expression")
+        return found
+
+
+def body_nodes(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[ast.expr | ast.stmt]:
+    """Statements and expressions of a function's body in source order, outer before inner."""
+
+    def below(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+        if isinstance(node, ast.expr | ast.stmt):
+            yield node
+        for child in ast.iter_child_nodes(node):
+            yield from below(child)
+
+    nodes = [node for statement in function.body for node in below(statement)]
+    return sorted(nodes, key=lambda node: (node.lineno, node.col_offset))
+
+
+class _Fill(ast.NodeTransformer):
+    """Puts the parts of the original node into a template's holes."""
+
+    def __init__(self, parts: list[ast.expr | ast.stmt], edit: Edit) -> None:
+        self.parts, self.edit = parts, edit
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        hole = _FILLING.fullmatch(node.id)
+        if hole is None:
+            return node
+        number = int(hole[1])
+        if number >= len(self.parts):
+            raise InapplicableEdit(
+                f"{self.edit}: its template asks for part {number} of {len(self.parts) - 1}"
+            )
+        part = copy.deepcopy(self.parts[number])
+        _set_context(part, node.ctx)
+        return part
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        filled = self.generic_visit(node)
+        # A hole that stands alone on its line takes a statement.
+        value: ast.AST = node.value
+        return value if isinstance(value, ast.stmt) else filled
+
+
+def _set_context(node: ast.AST, context: ast.expr_context) -> None:
+    """Make an expression the target or the source of an assignment, as its new place asks."""
+    if hasattr(node, "ctx"):
+        node.ctx = context
+        if isinstance(node, ast.Tuple | ast.List):
+            for element in node.elts:
+                _set_context(element, context)
+
+
+class _Rewrite(ast.NodeTransformer):
+    """Replaces the chosen nodes, innermost first."""
+
+    def __init__(self, chosen: dict[int, Edit]) -> None:
+        self.chosen = chosen
+
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        edit = self.chosen.pop(id(node), None)
+        if edit is None:
+            return node
+        assert isinstance(node, ast.expr | ast.stmt)
+        return edit.replacement(node)
+
+
+def apply(edits: Iterable[Edit]) -> Mapping[str, Transformation]:
+    """The edits as syntax-tree transformations by module, for ``open_tree(edits=...)``.
+
+    All ordinals are of the unedited tree. A transformation applies each of its edits exactly once
+    or raises :class:`InapplicableEdit`.
+    """
+    by_module: dict[str, list[Edit]] = defaultdict(list)
+    for edit in edits:
+        by_module[edit.module].append(edit)
+
+    def transformation(mine: list[Edit]) -> Transformation:
+        def transform(tree: ast.Module) -> ast.Module:
+            chosen: dict[int, Edit] = {}
+            for edit in mine:
+                other = chosen.setdefault(id(edit.find(tree)), edit)
+                if other is not edit:
+                    raise InapplicableEdit(f"{edit} and {other} replace the same node")
+            edited = _Rewrite(chosen).visit(tree)
+            assert isinstance(edited, ast.Module)
+            assert not chosen
+            return edited
+
+        return transform
+
+    return {module: transformation(mine) for module, mine in by_module.items()}
+
+
+def before(template: str) -> str:
+    """Template that runs statements before the statement that is there."""
+    return textwrap.dedent(template).strip() + "\n{0}"
+
+
+def after(template: str) -> str:
+    """Template that runs statements after the statement that is there."""
+    return "{0}\n" + textwrap.dedent(template).strip()
+
+
+DROP = "pass"
+"""Template that leaves a statement out."""
+
+SWAP = "[{2}, {1}]"
+"""Template that exchanges a list's two elements."""
+
+
+# -- the registry ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One seeded bug.
+
+    Attributes:
+        name: unique, for people and test ids.
+        summary: the bug as a maintainer would describe it.
+        edits: what makes a correct tree have it.
+        expect: (clause, anomaly) that the engine must report first.
+        release: the tree that the edits are written for.
+        debug: whether it shows under the tree's debug assertions only.
+    """
+
+    name: str
+    summary: str
+    edits: tuple[Edit, ...]
+    expect: tuple[str, str]
+    release: str = "0.5.23"
+    debug: bool = False
+
+
+_SRT = "sglang.srt"
+
+
+@dataclass(frozen=True)
+class _At:
+    """A function that faults are put into: ``at(kind, ordinal, template)`` is an edit of it."""
+
+    module: str
+    function: str
+
+    def __call__(self, kind: str, ordinal: int, template: str) -> Edit:
+        return Edit(f"{_SRT}.{self.module}", self.function, kind, ordinal, template)
+
+
+_RELAY = "managers.overlap_utils"
+_BATCH = "managers.schedule_batch"
+_DRAFT = "speculative.dflash_info_v2"
+
+_relay_init = _At(_RELAY, "FutureMap.__init__")
+_publish = _At(_RELAY, "FutureMap.publish")
+_stash = _At(_RELAY, "FutureMap.stash")
+_lengths = _At(_RELAY, "FutureMap.resolve_seq_lens_cpu")
+_tokens = _At(_RELAY, "FutureMap._resolve_spec_extras")
+_inputs = _At(_RELAY, "resolve_forward_inputs")
+_payload = _At(_RELAY, "RelayPayload.from_draft_input")
+_poison = _At(_RELAY, "_assert_nonneg_and_invalidate")
+_filter = _At(_DRAFT, "DFlashDraftInputV2.filter_batch")
+_merge = _At(_DRAFT, "DFlashDraftInputV2.merge_batch")
+_idle = _At(_DRAFT, "DFlashDraftInputV2.create_idle_input")
+_prepare = _At(_DRAFT, "DFlashDraftInputV2.prepare_for_decode")
+_draft_init = _At(_DRAFT, "DFlashDraftInputV2.__post_init__")
+_batch_filter = _At(_BATCH, "ScheduleBatch.filter_batch")
+_batch_merge = _At(_BATCH, "ScheduleBatch.merge_batch")
+_build = _At("speculative.draft_worker_common", "make_draft_input_v2")
+_isolation = _At("managers.scheduler", "Scheduler._forward_isolation")
+
+# Where a fault needs memory between calls, it keeps it in a declared attribute that DFlash leaves
+# alone (another algorithm's buffer), so that the census does not report the memory instead.
+
+FAULTS: tuple[Fault, ...] = (
+    # Publish and stash.
+    Fault(
+        "stash-off-by-one",
+        "The bonus tokens go to the rows below the batch's.",
+        (_stash("Subscript", 3, "{1}[{2} - 1]"),),
+        ("P1", "lost-update"),
+    ),
+    Fault(
+        "stash-reversed",
+        "The bonus tokens are written in reverse row order.",
+        (_stash("Call", 4, "{0}.flip(0)"),),
+        ("P1", "wrong-owner"),
+    ),
+    Fault(
+        "publish-reversed",
+        "The lengths are published in reverse row order.",
+        (_publish("Call", 0, "{0}.flip(0)"),),
+        ("P1", "wrong-owner"),
+    ),
+    Fault(
+        "publish-skips-last",
+        "The last row's length is not published when the batch has more than one row.",
+        (
+            _publish(
+                "Assign",
+                3,
+                """
+                kept = self.new_seq_lens_buf[indices[1:]][-1:].clone()
+                {0}
+                self.new_seq_lens_buf[indices[1:][-1:]] = kept
+                """,
+            ),
+        ),
+        ("P1", "lost-update"),
+    ),
+    Fault(
+        "publish-pads",
+        "Publishing also writes the padding row.",
+        (_publish("Assign", 3, after("self.new_seq_lens_buf[0] = new_seq_lens[0]")),),
+        ("P2", "phantom-row"),
+    ),
+    Fault(
+        "publish-neighbour",
+        "Publishing also writes the row above the batch's highest slot.",
+        (
+            _publish(
+                "Assign",
+                3,
+                after("self.new_seq_lens_buf[int(indices.max()) + 1 :][:1] = new_seq_lens[0]"),
+            ),
+        ),
+        ("P2", "phantom-row"),
+    ),
+    Fault(
+        "publish-clears-tokens",
+        "Publishing a length invalidates the bonus token of the padding row.",
+        (_publish("Assign", 3, after("self.output_tokens_buf[0] = 0")),),
+        ("P2", "phantom-row"),
+    ),
+    Fault(
+        "stash-keeps-unread",
+        "A stash does not replace a bonus token that was never consumed.",
+        (
+            _stash(
+                "Assign",
+                5,
+                """
+                waiting = self.output_tokens_buf[indices]
+                {0}
+                self.output_tokens_buf[indices] = torch.where(
+                    waiting < 0, self.output_tokens_buf[indices], waiting
+                )
+                """,
+            ),
+        ),
+        ("P3", "lost-update"),
+        debug=True,
+    ),
+    Fault(
+        "stash-int32",
+        "The bonus tokens pass through int32.",
+        (_stash("Call", 4, "{0}.to(torch.int32).to(torch.int64)"),),
+        ("P4", "wrong-type"),
+    ),
+    Fault(
+        "stash-float32",
+        "The bonus tokens pass through float32.",
+        (_stash("Call", 4, "{0}.to(torch.float32).to(torch.int64)"),),
+        ("P4", "wrong-type"),
+    ),
+    Fault(
+        "publish-adopts-source",
+        "The relay takes the worker's output buffer for its own instead of copying from it.",
+        (
+            _publish(
+                "Assign",
+                3,
+                after(
+                    """
+                    storage = new_seq_lens.untyped_storage()
+                    if storage.nbytes() >= 8 * self.new_seq_lens_buf.shape[0]:
+                        held = self.new_seq_lens_buf.clone()
+                        self.new_seq_lens_buf = held.new_empty(0).set_(storage, 0, held.shape)
+                        self.new_seq_lens_buf.copy_(held)
+                    """
+                ),
+            ),
+        ),
+        ("P5", "shared-storage"),
+    ),
+    # Resolve.
+    Fault(
+        "resolve-rolled",
+        "Every row receives the bonus token of the row before it.",
+        (_tokens("Subscript", 5, "{1}[{2}.roll(1)]"),),
+        ("R1", "wrong-owner"),
+    ),
+    Fault(
+        "resolve-padding",
+        "The bonus token is read from the padding row.",
+        (_tokens("Subscript", 5, "{1}[{2} * 0]"),),
+        ("R1", "never-written"),
+    ),
+    Fault(
+        "resolve-one-step-late",
+        "Tokens and lengths of an unchanged batch are served from the step before.",
+        (
+            _tokens(
+                "Assign",
+                10,
+                after(
+                    """
+                    now = draft_input.bonus_tokens
+                    former, self.topk_p_buf = self.topk_p_buf, now
+                    if former is not None and former.shape == now.shape:
+                        draft_input.bonus_tokens = former
+                    """
+                ),
+            ),
+            _lengths(
+                "Assign",
+                4,
+                after(
+                    """
+                    former, self.topk_index_buf = self.topk_index_buf, batch.seq_lens
+                    if former is not None and former.shape == batch.seq_lens.shape:
+                        batch.seq_lens = former
+                    """
+                ),
+            ),
+        ),
+        ("R1", "stale-read"),
+    ),
+    Fault(
+        "resolve-stale-token",
+        "The token of an unchanged batch is served from the step before, the length is not.",
+        (
+            _tokens(
+                "Assign",
+                10,
+                after(
+                    """
+                    now = draft_input.bonus_tokens
+                    former, self.topk_p_buf = self.topk_p_buf, now
+                    if former is not None and former.shape == now.shape:
+                        draft_input.bonus_tokens = former
+                    """
+                ),
+            ),
+        ),
+        ("R2", "torn-row"),
+    ),
+    Fault(
+        "resolve-stale-length",
+        "The length of an unchanged batch is served from the step before, the token is not.",
+        (
+            _lengths(
+                "Assign",
+                4,
+                after(
+                    """
+                    former, self.topk_index_buf = self.topk_index_buf, batch.seq_lens
+                    if former is not None and former.shape == batch.seq_lens.shape:
+                        batch.seq_lens = former
+                    """
+                ),
+            ),
+        ),
+        ("R2", "torn-row"),
+    ),
+    Fault(
+        "resolve-lengths-rolled",
+        "Every row receives the length of the row before it.",
+        (_lengths("Subscript", 0, "{1}[{2}.roll(1)]"),),
+        ("R2", "wrong-owner"),
+    ),
+    Fault(
+        "resolve-int32-lengths",
+        "Lengths are resolved as int32.",
+        (_lengths("Subscript", 0, "{0}.to(torch.int32)"),),
+        ("R3", "wrong-type"),
+    ),
+    Fault(
+        "resolve-strided",
+        "Resolved tokens are every second element of a larger buffer.",
+        (_tokens("Subscript", 5, "{0}.repeat_interleave(2)[::2]"),),
+        ("R3", "wrong-type"),
+    ),
+    Fault(
+        "resolve-view",
+        "Contiguous rows are handed out as a view of the relay instead of being gathered.",
+        (
+            _tokens(
+                "Subscript",
+                5,
+                "{1}[int({2}[0]) : int({2}[-1]) + 1]"
+                " if {2}.tolist() == list(range(int({2}[0]), int({2}[-1]) + 1)) else {0}",
+            ),
+        ),
+        ("R4", "shared-storage"),
+    ),
+    Fault(
+        "resolve-clears",
+        "Resolving clears the consumed rows although debug assertions are off.",
+        (_tokens("Assign", 10, after("self.output_tokens_buf[indices] = 0")),),
+        ("R5", "phantom-row"),
+    ),
+    Fault(
+        "poison-missing",
+        "Consumed rows are not poisoned under debug.",
+        (_poison("Assign", 0, DROP),),
+        ("R5", "lost-update"),
+        debug=True,
+    ),
+    Fault(
+        "poison-everything",
+        "Consuming a row poisons the whole relay under debug.",
+        (_poison("Subscript", 0, "{1}[:]"),),
+        ("R5", "phantom-row"),
+        debug=True,
+    ),
+    Fault(
+        "consume-unchecked",
+        "Consuming a row twice is not noticed under debug.",
+        (_poison("Expr", 1, DROP),),
+        ("R6", "missing-error"),
+        debug=True,
+    ),
+    Fault(
+        "mirror-last-row",
+        "The host length of the last row is one too large.",
+        (
+            _lengths(
+                "Assign",
+                7,
+                after(
+                    """
+                    batch.seq_lens_cpu = batch.seq_lens_cpu.clone()
+                    batch.seq_lens_cpu[-1] += 1
+                    """
+                ),
+            ),
+        ),
+        ("R7", "wrong-value"),
+    ),
+    Fault(
+        "mirror-sum",
+        "The sum of the host lengths leaves the last row out.",
+        (_lengths("Call", 4, "int(batch.seq_lens_cpu[:-1].sum())"),),
+        ("R7", "wrong-value"),
+    ),
+    Fault(
+        "prepare-committed",
+        "The committed length of a prepared step already counts one more token.",
+        (_prepare("Call", 10, "{0} + 1"),),
+        ("R7", "wrong-value"),
+    ),
+    Fault(
+        "reused-slot-token",
+        "The first step in a reused slot is served the token that its former occupant left.",
+        (
+            _lengths(
+                "Return",
+                0,
+                before(
+                    """
+                    if self.accept_tokens_buf is None:
+                        self.accept_tokens_buf = torch.full_like(self.output_tokens_buf, -1)
+                        self.accept_lens_buf = torch.zeros_like(self.output_tokens_buf)
+                    slots = batch.req_pool_indices
+                    mine = torch.tensor([1 + req.rid for req in batch.reqs], dtype=torch.int64)
+                    former = self.accept_lens_buf[slots]
+                    reused = (former != mine) & (former != 0)
+                    self.accept_tokens_buf[slots] = self.output_tokens_buf[slots].where(reused, -1)
+                    self.accept_lens_buf[slots] = mine
+                    """
+                ),
+            ),
+            _tokens(
+                "Assign",
+                10,
+                after(
+                    """
+                    left = self.accept_tokens_buf[indices]
+                    self.accept_tokens_buf[indices] = -1
+                    draft_input.bonus_tokens = left.where(left >= 0, draft_input.bonus_tokens)
+                    """
+                ),
+            ),
+        ),
+        ("R8", "wrong-owner"),
+    ),
+    Fault(
+        "publish-not-armed",
+        "A publish does not arm the freshness flag.",
+        (_publish("Assign", 6, DROP),),
+        ("R12", "unexpected-error"),
+        debug=True,
+    ),
+    # Idle steps.
+    Fault(
+        "idle-publish-records",
+        "Publishing zero rows records the event like any other publish.",
+        (_publish("If", 0, DROP),),
+        ("I3", "phantom-row"),
+    ),
+    Fault(
+        "idle-publish-disarms",
+        "Publishing zero rows clears the freshness flag.",
+        (_publish("Return", 0, before("self._publish_fresh = False")),),
+        ("I3", "phantom-row"),
+    ),
+    Fault(
+        "idle-stash-allocates",
+        "Stashing zero rows creates a buffer.",
+        (_stash("Return", 0, before("self.topk_p_buf = torch.empty(0)")),),
+        ("I3", "phantom-row"),
+    ),
+    Fault(
+        "resolve-needs-draft",
+        "Resolving lengths does not expect a batch without draft input.",
+        (_lengths("If", 0, DROP),),
+        ("I4", "unexpected-error"),
+    ),
+    Fault(
+        "resolve-moves-prefill",
+        "Resolving lengths advances a batch that has no draft input.",
+        (_lengths("Return", 0, before("batch.seq_lens = batch.seq_lens + 1")),),
+        ("I4", "wrong-value"),
+    ),
+    Fault(
+        "resolve-inputs-shifted",
+        "The input ids of a prefill lose their first element to the last place.",
+        (_inputs("Call", 0, "{0} + 1"),),
+        ("I4", "wrong-value"),
+    ),
+    Fault(
+        "idle-recycles-indices",
+        "An idle step overwrites the index tensor that the last step stashed with.",
+        (
+            _stash(
+                "Assign", 0, after("self.accept_lens_buf, held = indices, self.accept_lens_buf")
+            ),
+            _stash(
+                "Return",
+                0,
+                before("if held is not None:\n    held.zero_()\nself.accept_lens_buf = held"),
+            ),
+        ),
+        ("I5", "phantom-row"),
+    ),
+    Fault(
+        "idle-token-dtype",
+        "An idle draft input has int32 bonus tokens.",
+        (_idle("Call", 3, "{0}.to(torch.int32)"),),
+        ("I1", "wrong-type"),
+    ),
+    Fault(
+        "idle-flat-hidden",
+        "An idle draft input has hidden states of rank 1.",
+        (_idle("Call", 5, "{0}.flatten()"),),
+        ("I1", "wrong-type"),
+    ),
+    Fault(
+        "idle-one-row",
+        "An idle draft input has one row of bonus tokens.",
+        (_idle("Tuple", 2, "(1,)"),),
+        ("I1", "phantom-row"),
+    ),
+    Fault(
+        "idle-right-drops",
+        "Merging an idle draft input from the right drops the last row.",
+        (
+            _merge(
+                "Assign",
+                4,
+                after(
+                    """
+                    if spec_info.future_indices.shape[0] == 0:
+                        self.future_indices = self.future_indices[:-1]
+                    """
+                ),
+            ),
+        ),
+        ("I2", "missing-row"),
+    ),
+    # Filter.
+    Fault(
+        "filter-forgets-hidden",
+        "A filter of stored rows forgets the hidden states.",
+        (_filter("Assign", 8, DROP),),
+        ("F1", "phantom-row"),
+    ),
+    Fault(
+        "filter-forgets-tokens",
+        "A filter of stored rows forgets the bonus tokens.",
+        (_filter("Assign", 6, DROP),),
+        ("F1", "phantom-row"),
+    ),
+    Fault(
+        "filter-reversed",
+        "A filter returns the rows in reverse order.",
+        (_filter("Subscript", 2, "{1}[{2}.flip(0)]"),),
+        ("F1", "wrong-owner"),
+    ),
+    Fault(
+        "filter-one-leaves",
+        "When exactly one row leaves, a filter drops the last row instead.",
+        (
+            _filter(
+                "Subscript",
+                2,
+                "{1}[:-1] if {2}.shape[0] == {1}.shape[0] - 1 and {2}.tolist() == {2}.sort()[0]"
+                ".tolist() else {0}",
+            ),
+        ),
+        ("F1", "phantom-row"),
+    ),
+    Fault(
+        "filter-not-forwarded",
+        "Filtering the batch does not filter its draft input.",
+        (_batch_filter("Expr", 2, DROP),),
+        ("F1", "phantom-row"),
+    ),
+    Fault(
+        "filter-sum-kept",
+        "The sum of the host mirror is not recomputed by a filter.",
+        (_filter("Assign", 2, DROP),),
+        ("F2", "wrong-value"),
+    ),
+    Fault(
+        "filter-sum-adds",
+        "A second filter adds to the sum of the host mirror instead of replacing it.",
+        (
+            _filter("Call", 1, "{0} + (self.verify_token_budget or 0)"),
+            _filter("Assign", 2, after("self.verify_token_budget = self.nxt_kv_lens_sum")),
+        ),
+        ("F3", "wrong-value"),
+    ),
+    Fault(
+        "filter-keep-all",
+        "A filter that keeps every row in order loses the last of several.",
+        (
+            _filter(
+                "Subscript",
+                2,
+                "({1}[:-1] if 1 < {1}.shape[0] and {2}.tolist() == list(range({1}.shape[0]))"
+                " else {0})",
+            ),
+        ),
+        ("F4", "missing-row"),
+    ),
+    Fault(
+        "filter-host-path",
+        "A filter by host indices counts them from the end of the mirror.",
+        (_filter("Subscript", 0, "{1}[[-1 - i for i in {2}]]"),),
+        ("F5", "wrong-owner"),
+    ),
+    Fault(
+        "filter-in-place",
+        "A filter compacts the index tensor in place, which the result queue still holds.",
+        (
+            _filter(
+                "Assign",
+                3,
+                """
+                kept = self.future_indices[new_indices]
+                self.future_indices[: kept.shape[0]] = kept
+                self.future_indices = kept
+                """,
+            ),
+        ),
+        ("F6", "wrong-value"),
+    ),
+    Fault(
+        "draft-undeclared",
+        "A draft input has an attribute that filter and merge do not know.",
+        (_draft_init("Assign", 0, after("self.accept_history = None")),),
+        ("F7", "undeclared"),
+    ),
+    Fault(
+        "relay-undeclared",
+        "The relay has a buffer that publish and stash do not know.",
+        (_relay_init("Assign", 0, after("self.logprobs_buf = None")),),
+        ("F7", "undeclared"),
+    ),
+    # Merge.
+    Fault(
+        "merge-order-relayed",
+        "A merge puts the new requests' slots first.",
+        (_merge("List", 1, SWAP),),
+        ("M1", "wrong-owner"),
+    ),
+    Fault(
+        "merge-order-stored",
+        "A merge of stored rows puts the new requests' bonus tokens first.",
+        (_merge("List", 4, SWAP),),
+        ("M1", "wrong-owner"),
+    ),
+    Fault(
+        "merge-not-forwarded",
+        "Merging the batch does not merge its draft input.",
+        (_batch_merge("Expr", 3, DROP),),
+        ("M1", "missing-row"),
+    ),
+    Fault(
+        "merge-mirror-second",
+        "A second merge puts the new rows of the host mirror first.",
+        (
+            _merge(
+                "List",
+                0,
+                "{0} if self.verify_token_budget is None else [{2}, {1}]",
+            ),
+            _merge("Assign", 1, after("self.verify_token_budget = 0")),
+        ),
+        ("M2", "wrong-owner"),
+    ),
+    Fault(
+        "merge-after-filter",
+        "Merging into a filtered draft input counts the host mirror's old sum again.",
+        (
+            _filter("Assign", 2, after("self.verify_token_budget = self.nxt_kv_lens_sum")),
+            _merge("Call", 1, "{0} + (self.verify_token_budget or 0)"),
+        ),
+        ("M3", "wrong-value"),
+    ),
+    Fault(
+        "merge-sum-left",
+        "The sum of the merged host mirror is the left side's.",
+        (_merge("Assign", 1, DROP),),
+        ("M4", "wrong-value"),
+    ),
+    Fault(
+        "merge-mirror-order",
+        "A merge puts the new rows of the host mirror first.",
+        (_merge("List", 0, SWAP),),
+        ("M4", "wrong-owner"),
+    ),
+    Fault(
+        "merge-int32",
+        "A merge narrows the request slots to int32.",
+        (_merge("Call", 4, "{0}.to(torch.int32)"),),
+        ("M5", "wrong-type"),
+    ),
+    Fault(
+        "merge-adopts-right",
+        "Merging into an empty draft input takes over the right side's tensor.",
+        (_merge("Call", 4, "{0} if self.future_indices.shape[0] else spec_info.future_indices"),),
+        ("M6", "shared-storage"),
+    ),
+    Fault(
+        "merge-clears-right",
+        "A merge clears the right side's slots after taking them.",
+        (_merge("Assign", 4, after("spec_info.future_indices.zero_()")),),
+        ("M6", "wrong-value"),
+    ),
+    Fault(
+        "payload-resets-former",
+        "Handing over a prefill's rows clears the slots of the draft input handed over before it.",
+        (
+            _payload(
+                "Return",
+                0,
+                before(
+                    """
+                    if draft_input.bonus_tokens.numel():
+                        former, cls.former = getattr(cls, "former", None), draft_input
+                        if former is not None:
+                            former.future_indices = None
+                    """
+                ),
+            ),
+        ),
+        ("M7", "wrong-type"),
+    ),
+    # The batch, the builder, the scheduler.
+    Fault(
+        "batch-filter-slots",
+        "Filtering the batch returns its request slots in reverse order.",
+        (_batch_filter("Subscript", 6, "{1}[{2}.flip(0)]"),),
+        ("R9", "wrong-owner"),
+    ),
+    Fault(
+        "batch-merge-slots",
+        "Merging the batch puts the new requests' slots first.",
+        (_batch_merge("List", 1, SWAP),),
+        ("R9", "wrong-owner"),
+    ),
+    Fault(
+        "batch-merge-requests",
+        "Merging the batch puts the new requests first.",
+        (_batch_merge("Assign", 28, "self.reqs = other.reqs + self.reqs"),),
+        ("R9", "wrong-value"),
+    ),
+    Fault(
+        "build-counts-bonus",
+        "The worker counts the bonus token into the published length.",
+        (_build("Call", 6, "{0} + 1"),),
+        ("P8", "never-written"),
+    ),
+    Fault(
+        "build-reversed",
+        "The worker hands over the bonus tokens in reverse row order.",
+        (_build("Call", 5, "{0}.flip(0)"),),
+        ("P8", "wrong-owner"),
+    ),
+    Fault(
+        "isolation-forgets-lengths",
+        "The lengths of the batch are not restored after a forward.",
+        (_isolation("Expr", 3, "if name != 'seq_lens':\n    {0}"),),
+        ("R11", "wrong-value"),
+    ),
+    # The first release with DFlash spec v2 carries rows directly and lets host lengths lag.
+    Fault(
+        "planning-short",
+        "The planning bound leaves out the block that is in flight.",
+        (_prepare("BinOp", 0, "{1}"),),
+        ("R7", "wrong-value"),
+        release="0.5.14",
+    ),
+    Fault(
+        "carry-after-filter",
+        "A filter leaves the direct carry valid, so the dropped rows come back.",
+        (_filter("Assign", 6, DROP),),
+        ("R3", "phantom-row"),
+        release="0.5.14",
+    ),
+    Fault(
+        "carry-after-merge",
+        "A merge leaves the direct carry valid, so the new rows are missing.",
+        (_merge("Assign", 11, DROP),),
+        ("R3", "missing-row"),
+        release="0.5.14",
+    ),
+)
+"""All seeded faults; each is reported under the clause and anomaly it expects."""

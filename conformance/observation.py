@@ -19,6 +19,11 @@ class Observation:
     aspects: dict[str, Any]
 
 
+def merge_call(first: int, cut: int, last: int) -> str:
+    """Name of the law's merge of rows ``first:cut`` with rows ``cut:last``; one may be idle."""
+    return "law-merge" if first < cut < last else "law-merge-idle"
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """An exception as an observation."""

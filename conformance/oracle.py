@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.observation import Observation
+from conformance.observation import Observation, merge_call
 from generators.operations import (
     Admit,
     Adopt,
@@ -187,7 +187,13 @@ class Oracle:
         running.slots = torch.cat([running.slots, batch.slots])
         running.draft = draft_input.merge(running.draft, batch.draft)
         running.direct = False
-        yield self._rows("merge", running, right_intact=True, right_shared=[])
+        yield self._rows(
+            "merge",
+            running,
+            forms=[self.header.overlap] * 2,
+            right_intact=True,
+            right_shared=[],
+        )
 
     def _keep(self, batch: _Batch, keep: list[int]) -> None:
         """Filter a batch; keeping every row in order is not a filter at all."""
@@ -250,7 +256,7 @@ class Oracle:
         if lag:
             host, host_sum = committed, sum(effect.committed)
         elif header.needs_cpu_seq_lens or not header.overlap:
-            host, host_sum = lengths.cpu(), sum(effect.before)
+            host, host_sum = lengths.cpu(), int(lengths.sum())
         else:
             host, host_sum = None, None
         yield _expect(
@@ -271,7 +277,7 @@ class Oracle:
         if self.running is not None:
             yield self._rows("idle", self.running)
 
-    # -- laws ----------------------------------------------------------------------------------------
+    # -- laws -----------------------------------------------------------------------------------
 
     def _operand(self, operation: Law, effect: Effect, rows: list[int]) -> DraftInput:
         draft = draft_input.live(
@@ -315,14 +321,21 @@ class Oracle:
             if law == "neutral":
                 yield self._draft(f"law-{law}", whole)
         elif law == "merge":
-            yield self._draft("law-merge", whole, right_intact=True, right_shared=[])
+            call = merge_call(0, operation.cut, len(rows))
+            yield self._draft(call, whole, right_intact=True, right_shared=[])
         elif law == "associate":
+            call = merge_call(0, len(rows) // 2, len(rows))
+            yield self._draft(call, whole, right_intact=True, right_shared=[])
             first, second = sorted((operation.cut, len(rows) // 2))
-            yield self._draft("law-merge", self._operand(operation, effect, rows[first:]))
+            call = merge_call(first, second, len(rows))
+            yield self._draft(call, self._operand(operation, effect, rows[first:]))
             yield self._draft("law-associate", whole)
-            yield self._draft("law-merge", self._operand(operation, effect, rows[:second]))
+            call = merge_call(0, first, second)
+            yield self._draft(call, self._operand(operation, effect, rows[:second]))
             yield self._draft("law-associate", whole)
         elif law == "distribute":
+            call = merge_call(0, operation.cut, len(rows))
+            yield self._draft(call, whole, right_intact=True, right_shared=[])
             left = [i for i in operation.keep if i < operation.cut]
             right = [i for i in operation.keep if i >= operation.cut]
             yield self._draft("law-filter", self._operand(operation, effect, left))

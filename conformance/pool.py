@@ -125,6 +125,11 @@ class Pool:
         self._server.wait()
         self._temporary.cleanup()
 
+    @property
+    def server_pid(self) -> int:
+        """Process id of the fork server, the parent of all workers."""
+        return self._server.pid
+
     def _environment(self) -> dict[str, str]:
         """The workers' environment: the interpreter for Triton, and caches in one place."""
         root = str(Path(__file__).parent.parent)
@@ -140,19 +145,20 @@ class Pool:
 
     def _start_server(self) -> None:
         self._control, theirs = socket.socketpair()
-        self._server = subprocess.Popen(
-            [sys.executable, "-m", "conformance.sut.server", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=self._environment(),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self._errors = Path(self._temporary.name) / "stderr"
+        with self._errors.open("wb") as errors:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "conformance.sut.server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=self._environment(),
+                stderr=errors,
+            )
         theirs.close()
         self._ready = False
 
     def _server_died(self) -> UserError:
-        assert self._server.stderr is not None
-        text = self._server.stderr.read().strip().splitlines()
+        self._server.wait()
+        text = self._errors.read_text(errors="replace").strip().splitlines()
         last = text[-1] if text else "no message"
         return UserError(
             f"the workers could not start ({last}); check that torch, triton and numpy import in "
@@ -160,7 +166,10 @@ class Pool:
         )
 
     def _read_control(self) -> None:
-        data = self._control.recv(1 << 16)
+        try:
+            data = self._control.recv(1 << 16)
+        except ConnectionResetError:
+            data = b""
         if not data:
             raise self._server_died()
         *lines, self._control_buffer = (self._control_buffer + data).split(b"\n")

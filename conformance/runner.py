@@ -14,6 +14,7 @@ from typing import Any
 
 from conformance.errors import NoEntryPoint, UserError
 from conformance.pool import Answer, Job, Pool
+from conformance.sut import lines
 from conformance.sut.source import Tree
 from conformance.sut.worker import Config
 from conformance.waivers import Waiver
@@ -23,6 +24,10 @@ from reference.clauses import CLAUSES
 
 SHARD = 20_000
 """Operations of one job; a constant, so that results do not depend on the number of cores."""
+
+
+TRACED = 1_500
+"""Operations of the sample whose executed lines are recorded."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class TreeReport:
     reached: Counter[str] = field(default_factory=Counter)
     waivers: dict[str, str] = field(default_factory=dict)
     modes: dict[str, int] = field(default_factory=dict)
+    unexecuted: dict[str, dict[str, list[int]]] | None = None
     refusal: str | None = None
     seconds: float = 0.0
 
@@ -98,9 +104,22 @@ class TreeReport:
         return counts
 
 
+_ALWAYS = (
+    "admit",
+    "chunk",
+    "adopt",
+    "merge",
+    "step",
+    "redundant",
+    "finish",
+    "filter",
+    "retract",
+)
+
+
 def supported(features: set[str], *, wild: bool) -> list[str]:
     """Operations and situations that a run on a tree with these features must reach."""
-    operations = "admit chunk adopt merge step redundant finish filter retract".split()
+    operations = list(_ALWAYS)
     operations += [f"law-{law}" for law in LAWS if law != "consume-twice" or "debug" in features]
     if wild:
         operations += [f"wild-{use}" for use in WILD_USES]
@@ -150,6 +169,7 @@ def plan(
                         "seed": (seed * 3 + mode) * 1_000_003 + shard,
                         "wild": wild,
                         "waivers": [waiver.request() for waiver in waivers],
+                        "traced": 0 if shard or compiled else min(size, TRACED),
                     },
                     weight=size,
                 )
@@ -169,11 +189,13 @@ def check_trees(
     declared: list[list[str]] | None = None,
     fault: str | None = None,
     progress: Callable[[Job, int], None] | None = None,
+    answered: Callable[[Answer], None] | None = None,
     finished: Callable[[TreeReport], None] | None = None,
 ) -> list[TreeReport]:
     """Check every tree with the profile's budget.
 
     Args:
+        answered: called with each job's answer.
         finished: called with each tree's report as soon as it is complete.
 
     Raises:
@@ -200,7 +222,10 @@ def check_trees(
     for tree, jobs in zip(trees, plans, strict=True):
         report = TreeReport(tree)
         for _ in jobs:
-            _add(report, next(answers), single=len(trees) == 1)
+            answer = next(answers)
+            if answered is not None:
+                answered(answer)
+            _add(report, answer, single=len(trees) == 1)
         report.deviations.sort(key=lambda d: (d["mode"], d["clause"], d["anomaly"]))
         report.seconds = round(time.monotonic() - start, 2)
         start = time.monotonic()
@@ -220,7 +245,7 @@ def _add(report: TreeReport, answer: Answer, *, single: bool) -> None:
         report.refusal = message
         return
     if answer.crash is not None:
-        _merge(report.deviations, _crash(answer))
+        _merge(report.deviations, crash_deviation(answer))
         return
     result = answer.result
     assert result is not None
@@ -231,6 +256,8 @@ def _add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     report.calls += result["calls"]
     report.traces += result["traces"]
     report.reached.update(result["reached"])
+    if result["unexecuted"] is not None:
+        report.unexecuted = lines.common(report.unexecuted, result["unexecuted"])
     mode = answer.job.label.rpartition(", ")[2]
     report.modes[mode] = report.modes.get(mode, 0) + result["operations"]
     for name, state in result["waivers"].items():
@@ -249,7 +276,7 @@ def _merge(found: list[dict[str, Any]], deviation: dict[str, Any]) -> None:
     found.append(deviation)
 
 
-def _crash(answer: Answer) -> dict[str, Any]:
+def crash_deviation(answer: Answer) -> dict[str, Any]:
     """A dead worker as a deviation: where it was and how it ended."""
     crash = answer.crash
     assert crash is not None

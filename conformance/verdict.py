@@ -15,28 +15,9 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation, Outcome
-from generators.operations import Operation
+from generators.operations import Law, Operation
 from generators.protocol import Effect, State
 from generators.values import Write
-
-ANOMALIES = {
-    "stale-read": "a row holds its own request's value from an earlier step",
-    "lost-update": "a write did not reach its row",
-    "wrong-owner": "a row holds another request's value",
-    "torn-row": "a row's token and length come from different steps",
-    "phantom-row": "a row that was not addressed changed, or a row too many appeared",
-    "missing-row": "a row is missing",
-    "double-consume": "a row was consumed that was already consumed",
-    "never-written": "a row holds a value that nobody wrote",
-    "wrong-type": "a value changed its type, or was narrowed",
-    "wrong-value": "a derived value (a sum, a bound, a flag) is wrong",
-    "shared-storage": "two holders share storage that must be separate",
-    "undeclared": "the tree has an attribute that the census does not know",
-    "unexpected-error": "the tree raised",
-    "missing-error": "the tree accepted what it must refuse",
-    "crash": "the process died",
-}
-"""Anomaly names and what each means."""
 
 
 @dataclass
@@ -139,9 +120,16 @@ def _shape_anomaly(expected: Any, observed: Any) -> str:
     """Name for tensors of different layout."""
     if not isinstance(expected, Tensor) or not isinstance(observed, Tensor):
         return "wrong-value"
-    if expected.dtype != observed.dtype or expected.dim() != observed.dim():
+    if expected.dtype != observed.dtype or expected.shape[1:] != observed.shape[1:]:
         return "wrong-type"
-    return "missing-row" if observed.numel() < expected.numel() else "phantom-row"
+    if expected.shape == observed.shape:  # then it is the device or the stride that differs
+        return "wrong-type"
+    return _count_anomaly(expected.shape[0], observed.shape[0])
+
+
+def _count_anomaly(expected: int, observed: int) -> str:
+    """Name for a different number of rows."""
+    return "missing-row" if observed < expected else "phantom-row"
 
 
 def _row_differences(
@@ -187,11 +175,10 @@ def _narrowed(want: int, got: int) -> bool:
 
 
 def _through_float(value: Tensor, dtype: torch.dtype) -> int:
-    rounded = float(value.to(dtype))
-    return int(rounded) if abs(rounded) < 2.0**63 else (1 << 63) - 1
+    return int(value.to(dtype).to(torch.int64))
 
 
-# -- building blocks of checks ----------------------------------------------------------------------
+# -- building blocks of checks ---------------------------------------------------------------
 
 
 def equal(aspect: str, clause: str, anomaly: str = "wrong-value") -> Check:
@@ -264,6 +251,23 @@ def rows(aspect: str, clause: str, *, dtype_clause: str | None = None) -> Check:
             others = set(want.tolist())
             anomaly = "wrong-owner" if details[0].observed in others else "phantom-row"
         return _differ(clause, anomaly, aspect, expected, observed, details)
+
+    return check
+
+
+def widths(clause: str) -> Check:
+    """The stored tensors must have the right number of rows and trailing dimensions."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        want, got = expected.aspects.get("widths"), observed.aspects.get("widths")
+        if want is None or want == got:
+            return None
+        anomaly = "wrong-type"
+        for mine, theirs in zip(want, got or [], strict=False):
+            if mine != theirs and mine[1:] == theirs[1:]:
+                anomaly = _count_anomaly(mine[0], theirs[0])
+                break
+        return _differ(clause, anomaly, "widths", expected, observed)
 
     return check
 
@@ -346,13 +350,24 @@ def _written(channel: str) -> Check:
         elif _narrowed(first.expected, first.observed) and channel == "tokens":
             clause, anomaly = "P4", "wrong-type"
         elif before is not None and int(before[first.row]) == first.observed:
-            clause, anomaly = ("P3" if first.observed_writer else "P1"), "lost-update"
+            clause, anomaly = ("P3" if _unread(first, context) else "P1"), "lost-update"
         else:
             clause = "P1"
             anomaly = _value_anomaly(aspect, first.expected, first.observed, context)
         return _differ(clause, anomaly, aspect, expected, observed, details)
 
     return check
+
+
+def _unread(row: RowDifference, context: Context) -> bool:
+    """Whether a relay row holds an earlier write that no resolve has read.
+
+    A step has just resolved the rows it writes; what a prefill finds in its rows is unread.
+    """
+    writer = context.state.tokens.writer.get(row.observed) or context.state.length_writer.get(
+        row.observed
+    )
+    return context.operation.op == "admit" and writer is not None and writer.slot == row.row
 
 
 def _unchanged_relay(clause: str) -> Check:
@@ -385,6 +400,16 @@ def _bounds(expected: Observation, observed: Observation, context: Context) -> A
 
 def _covers(planning: Tensor, true: list[int]) -> bool:
     return all(p >= t for p, t in zip(planning.tolist(), true, strict=True))
+
+
+def _built(aspect: str) -> Check:
+    """P8 for what a forward builds; I1 where it builds an idle draft input."""
+    live, idle = rows(aspect, "P8"), rows(aspect, "I1")
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        return (live if context.effect.slots else idle)(expected, observed, context)
+
+    return check
 
 
 def _idle_layout(expected: Observation, observed: Observation, context: Context) -> Any:
@@ -460,13 +485,13 @@ def _rows_of(clause: str, *, filter_: bool = True) -> tuple[Check, ...]:
         rows("future", clause, dtype_clause=None if filter_ else "M5"),
         rows("tokens", clause, dtype_clause=None if filter_ else "M5"),
         rows("lengths", clause, dtype_clause=None if filter_ else "M5"),
-        equal("widths", clause, "missing-row"),
+        widths(clause),
         rows("slots", "R9"),
         rows("slots_cpu", "R9"),
         _truth("right_intact", "M6", "wrong-value"),
         _truth("right_shared", "M6", "shared-storage"),
         _truth("held", "F6" if filter_ else "M6", "wrong-value"),
-        _unchanged_relay("F6"),
+        _unchanged_relay("F6" if filter_ else clause),
     )
 
 
@@ -477,7 +502,7 @@ def _draft_of(clause: str, mirrors: str, dtype_clause: str | None = None) -> tup
         rows("future", clause, dtype_clause=dtype_clause),
         rows("tokens", clause, dtype_clause=dtype_clause),
         rows("lengths", clause, dtype_clause=dtype_clause),
-        equal("widths", clause, "missing-row"),
+        widths(clause),
         _mirrors(mirrors),
         equal("sums", mirrors),
         _truth("right_intact", "M6", "wrong-value"),
@@ -495,8 +520,8 @@ def _mirrors(clause: str) -> Check:
                 return Difference(clause, "missing-row", observed.call, name, _text(values), "None")
             # Host mirrors keep their values; a merge may legally widen them (M5).
             if values.tolist() != got[name].tolist():
-                few = got[name].shape[0] < values.shape[0]
-                anomaly = "missing-row" if few else "wrong-owner"
+                same = got[name].shape == values.shape
+                anomaly = "wrong-owner" if same else _shape_anomaly(values, got[name])
                 return Difference(
                     clause, anomaly, observed.call, name, _text(values), _text(got[name])
                 )
@@ -509,8 +534,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "relay": (_truth("undeclared", "F7", "undeclared"),),
     "build": (
         _error("P8"),
-        rows("tokens", "P8"),
-        rows("lengths", "P8"),
+        _built("tokens"),
+        _built("lengths"),
         _truth("undeclared", "F7", "undeclared"),
     ),
     "publish": (
@@ -534,7 +559,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _unchanged_relay("I4"),
     ),
     "idle-resolve": (_error("I4"), equal("seq_lens", "I4"), _unchanged_relay("I4")),
-    "idle": _rows_of("I5"),
+    "idle": _rows_of("I5", filter_=False),
     "prepare": (
         _error("R7"),
         _truth("undeclared", "F7", "undeclared"),
@@ -555,12 +580,13 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "absorb-filter": _rows_of("F1"),
     "filter": _rows_of("F1"),
     "retract": _rows_of("F1"),
-    "merge": _rows_of("M1", filter_=False),
+    "merge": (_truth("forms", "M7", "wrong-type"), *_rows_of("M1", filter_=False)),
     "law-filter": _draft_of("F1", "F2"),
     "law-host-path": _draft_of("F5", "F5"),
     "law-compose": _draft_of("F3", "F3"),
     "law-keep-all": _draft_of("F4", "F4"),
     "law-merge": _draft_of("M1", "M4", "M5"),
+    "law-merge-idle": _draft_of("I2", "M4", "M5"),
     "law-associate": _draft_of("M2", "M2"),
     "law-distribute": _draft_of("M3", "M3"),
     "law-neutral": _draft_of("I2", "I2"),
@@ -577,9 +603,19 @@ CHECKS: dict[str, tuple[Check, ...]] = {
 """The checks of every call, in declared order: the first that differs is reported."""
 
 
+def _special_case(call: str, context: Context) -> str:
+    """The call as which it is judged: a filter that keeps all rows in order is F4's."""
+    operation, rows = context.operation, len(context.effect.slots)
+    if not isinstance(operation, Law):
+        return call
+    if call == "law-filter" and operation.keep == tuple(range(rows)):
+        return "law-keep-all"
+    return call
+
+
 def judge(expected: Observation, observed: Observation, context: Context) -> Difference | None:
     """The first difference between one call's expected and real observation, or None."""
-    for check in CHECKS[observed.call]:
+    for check in CHECKS[_special_case(observed.call, context)]:
         difference = check(expected, observed, context)
         if difference is not None:
             return difference

@@ -8,7 +8,6 @@ replays, never from what the random search happened to find.
 from __future__ import annotations
 
 import datetime
-import json
 import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -299,8 +299,8 @@ class Trace:
         operations = []
         for number, entry in enumerate(data["operations"], 1):
             if not isinstance(entry, dict) or entry.get("op") not in ALPHABET:
-                name = entry.get("op") if isinstance(entry, dict) else entry
-                raise TraceError(f"operation {number}: {name!r} is not in the alphabet")
+                given = entry.get("op") if isinstance(entry, dict) else entry
+                raise TraceError(f"operation {number}: {given!r} is not in the alphabet")
             values = {k: v for k, v in entry.items() if k != "op"}
             operations.append(_read(ALPHABET[entry["op"]], values, f"operation {number}"))
         return cls(header, tuple(operations))

@@ -34,7 +34,6 @@ from generators.operations import (
 )
 from generators.values import STRIDE, TokenTable, Write
 
-
 _MOST_ROWS = 64
 """The random generator keeps batches to this many rows."""
 
@@ -176,22 +175,22 @@ def _refuse_admit(state: State, operation: Operation, _: Capabilities) -> str | 
     if not operation.rows:
         return "a prefill batch has at least one request"
     slots: set[int] = set()
-    for request, slot, length in operation.rows:
+    for number, slot, length in operation.rows:
         if slot in slots:
             return f"slot {slot} is given twice"
         slots.add(slot)
         if length < 1:
-            return f"r{request} has no tokens"
-        current = state.live.get(request)
+            return f"r{number} has no tokens"
+        current = state.live.get(number)
         if current is not None:
             if current is not state.chunked:
-                return f"r{request} is already running"
+                return f"r{number} is already running"
             if slot != current.slot or length <= current.length or length > current.limit - 1:
-                return f"r{request} does not continue its chunk"
+                return f"r{number} does not continue its chunk"
         elif slot not in state.free:
             return f"slot {slot} is not free"
         elif not length % STRIDE or length // STRIDE < state.admissions:
-            return f"length {length} of r{request} is in another request's range"
+            return f"length {length} of r{number} is in another request's range"
     if operation.chunk is not None and operation.chunk not in [r for r, _, _ in operation.rows]:
         return f"r{operation.chunk} is not in the batch"
     if state.chunked is not None and state.chunked.number not in [r for r, _, _ in operation.rows]:
@@ -228,7 +227,7 @@ def _apply_admit(state: State, operation: Operation) -> Effect:
     return effect
 
 
-def _draw_admit(state: State, choose: Choices, _: Capabilities) -> Operation | None:
+def _draw_admit(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
     if state.prefill is not None:
         return None
     rows: list[tuple[int, int, int]] = []
@@ -250,7 +249,7 @@ def _draw_admit(state: State, choose: Choices, _: Capabilities) -> Operation | N
         return None
     count = choose.below(most + 1) if rows else 1 + choose.below(most)
     fresh = len(state.generations)
-    for _i in range(count):
+    for _ in range(count):
         slot = free.pop(choose.below(len(free)))
         if retracted and choose.below(2):
             number = retracted.pop(choose.below(len(retracted)))
@@ -320,9 +319,9 @@ def _refuse_step(state: State, operation: Operation, _: Capabilities) -> str | N
     numbers = {r.number for r in state.running}
     if operation.redundant and not state.header.overlap:
         return "without overlap a result is known before the next step"
-    for request in operation.redundant:
-        if request not in numbers:
-            return f"r{request} does not run"
+    for number in operation.redundant:
+        if number not in numbers:
+            return f"r{number} does not run"
     for request, accepted in zip(state.running, operation.accepted, strict=True):
         if not 0 <= accepted < state.header.block:
             return f"{accepted} accepted drafts do not fit a block of {state.header.block}"
@@ -420,9 +419,9 @@ def _draw_filter(state: State, choose: Choices, _: Capabilities) -> Operation | 
     return Filter() if state.running and state.prefill is None else None
 
 
-def _refuse_retract(state: State, operation: Operation, _: Capabilities) -> str | None:
+def _refuse_retract(state: State, operation: Operation, capabilities: Capabilities) -> str | None:
     assert isinstance(operation, Retract)
-    refusal = _refuse_filter(state, operation, _)
+    refusal = _refuse_filter(state, operation, capabilities)
     if refusal is not None:
         return refusal
     if any(r.finished for r in state.running):
@@ -447,7 +446,7 @@ def _apply_retract(state: State, operation: Operation) -> Effect:
     return effect
 
 
-def _draw_retract(state: State, choose: Choices, _: Capabilities) -> Operation | None:
+def _draw_retract(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
     if state.prefill is not None or len(state.running) < 2:
         return None
     if any(r.finished for r in state.running):
@@ -455,7 +454,7 @@ def _draw_retract(state: State, choose: Choices, _: Capabilities) -> Operation |
     rows = [r.number for r in state.running]
     kept = []
     # The scheduler sorts by progress before it drops from the end: any order can come out.
-    for _i in range(1 + choose.below(len(rows) - 1)):
+    for _ in range(1 + choose.below(len(rows) - 1)):
         kept.append(rows.pop(choose.below(len(rows))))
     return Retract(tuple(kept))
 

@@ -27,7 +27,7 @@ from generators.values import STRIDE
 
 
 def _by_request(trace: Trace) -> list[dict[int, int]]:
-    """For every operation, the accepted drafts by request (empty unless it is a step)."""
+    """For every step, the accepted drafts by request; for every law, the rows by request."""
     state = State(trace.header)
     result = []
     for operation in trace.operations:
@@ -35,6 +35,8 @@ def _by_request(trace: Trace) -> list[dict[int, int]]:
         if isinstance(operation, Step):
             numbers = [r.number for r in state.running]
             accepted = dict(zip(numbers, operation.accepted, strict=True))
+        elif isinstance(operation, Law):
+            accepted = {r.number: row for row, r in enumerate(state.running)}
         result.append(accepted)
         state.apply(operation)
     return result
@@ -78,9 +80,13 @@ def _adapt(operation: Operation, accepted: dict[int, int], state: State) -> Oper
     if isinstance(operation, Retract):
         return Retract(tuple(n for n in operation.keep if n in running))
     if isinstance(operation, Law):
-        keep = tuple(i for i in operation.keep if i < len(running))
-        then = tuple(i for i in operation.then if i < len(keep))
-        return replace(operation, keep=keep, then=then, cut=min(operation.cut, len(running)))
+        # Its rows are meant by request: those that are gone leave every index that names them.
+        now = {accepted[number]: row for row, number in enumerate(running) if number in accepted}
+        kept = [i for i in operation.keep if i in now]
+        then = (operation.keep[i] for i in operation.then if i < len(operation.keep))
+        stay = [kept.index(row) for row in then if row in now]
+        cut = sum(row < operation.cut for row in now)
+        return replace(operation, keep=tuple(now[i] for i in kept), then=tuple(stay), cut=cut)
     return operation
 
 
@@ -214,6 +220,10 @@ def _simpler(
         )
         yield replace(operation, rows=short), accepted
     elif isinstance(operation, Law):
+        if operation.law in ("compose", "distribute"):
+            yield replace(operation, law="filter", then=(), cut=0), accepted
+        if operation.law in ("associate", "distribute"):
+            yield replace(operation, law="merge", keep=()), accepted
         yield replace(operation, mirrors=False), accepted
         yield replace(operation, form="relayed"), accepted
         for i in range(len(operation.keep)):
@@ -240,7 +250,7 @@ def _simpler_headers(header: Header, pairs: Pairs, capabilities: Capabilities) -
         {"block": max(1, header.block // 2)},
         {"pool": max(2, top + 1)},
     ):
-        simpler = replace(header, **change)  # type: ignore[arg-type]
+        simpler = replace(header, **change)
         if simpler != header:
             yield repair(simpler, pairs, capabilities)
 
@@ -271,5 +281,7 @@ def _renumbered(trace: Trace, capabilities: Capabilities) -> Trace:
             redundant = tuple(requests.get(n, 0) for n in operation.redundant)
             accepted = {requests.get(n, 0): k for n, k in accepted.items()}
             operation = Step(operation.accepted, redundant)
+        elif isinstance(operation, Law):
+            accepted = {requests.get(n, 0): row for n, row in accepted.items()}
         renamed.append((operation, accepted))
     return repair(trace.header, renamed, capabilities)

@@ -98,7 +98,7 @@ def generate(
     Hypothesis only generates here: what fails is shrunk on the trace itself
     (:mod:`generators.shrink`), so that traces from files and other engines shrink the same way.
     """
-    round_ = 0
+    round_, done = 0, False
     while True:
 
         @settings(
@@ -110,7 +110,14 @@ def generate(
         )
         @hypothesis.given(strategy)
         def run(trace: Trace) -> None:
-            consume(trace)
+            nonlocal done
+            if done:  # Hypothesis asks once more for the example that raised
+                raise Enough
+            try:
+                consume(trace)
+            except Enough:
+                done = True
+                raise
 
         # Rounds of bounded size: Hypothesis remembers every example of a run.
         try:

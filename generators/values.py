@@ -16,7 +16,8 @@ _MULTIPLIER = 0x9E3779B97F4A7C15
 
 def _edges(bits: int) -> list[int]:
     """Values where narrowing, sign and float conversions show, widest first."""
-    edges = [(1 << bits) - 1, 0, (1 << 24) + 1, 1, (1 << 16) + 3, 127]
+    # Not the largest value of the type: that is what torch fills uninitialized memory with.
+    edges = [(1 << bits) - 2, 0, (1 << 24) + 1, 1, (1 << 16) + 3, 127]
     if bits > 32:
         edges[1:1] = [(1 << 31) + 5, (1 << 32) + 7, (1 << 53) + 1, 1 << 62]
     return [edge for edge in edges if edge < 1 << bits]

@@ -44,14 +44,14 @@ _ALL = (
     Clause(
         "I2",
         "An idle draft input, as a step leaves it, is neutral for merge on either side.",
-        ("law-neutral",),
+        ("law-neutral", "law-merge-idle"),
         wild="A raw idle draft input is neutral too, or merging it is a clear error.",
         wild_calls=("wild-merge-raw-idle-right", "wild-merge-raw-idle-left"),
     ),
     Clause(
         "I3",
         "Publishing or stashing zero rows changes nothing: no buffer, no event, no flag.",
-        ("idle",),
+        ("idle-signals",),
         needs="idle",
         black_box=False,
     ),
@@ -59,7 +59,7 @@ _ALL = (
         "I4",
         "Resolving a batch without draft input, or with zero rows, changes nothing and raises "
         "nothing.",
-        ("idle", "admit-resolve"),
+        ("idle-resolve", "admit-resolve"),
         wild="Resolving a draft input without future_indices is a no-op or a clear error.",
         wild_calls=("wild-resolve-without-indices",),
     ),
@@ -81,7 +81,7 @@ _ALL = (
     Clause(
         "F5",
         "The host-index path of a filter agrees with its device-index path.",
-        ("law-filter",),
+        ("law-host-path",),
         needs="host_index_filter",
     ),
     Clause(

@@ -24,6 +24,8 @@ class ConsumedTwice(RuntimeError):
 class Relay:
     """The two channels, one row per slot.
 
+    A write makes a new tensor, so that the tensor before it still shows what was there.
+
     Args:
         tokens: (pool,) int, what the token channel holds before the first stash.
         lengths: (pool,) int64, likewise for the length channel.
@@ -45,11 +47,11 @@ class Relay:
 
     def publish(self, slots: Tensor, lengths: Tensor) -> None:
         """P1, P2, P5: copy ``lengths`` (n,) to the rows ``slots`` (n,) and touch nothing else."""
-        self.lengths[slots] = lengths.to(self.lengths.dtype)
+        self.lengths = self.lengths.index_put((slots,), lengths.to(self.lengths.dtype))
 
     def stash(self, slots: Tensor, tokens: Tensor) -> None:
         """P1, P2, P4, P5: copy ``tokens`` (n,) to the rows ``slots`` (n,), every value exactly."""
-        self.tokens[slots] = tokens.to(self.tokens.dtype)
+        self.tokens = self.tokens.index_put((slots,), tokens.to(self.tokens.dtype))
 
     def resolve_lengths(self, slots: Tensor) -> Tensor:
         """R2-R6: (n,) int64 lengths of the rows ``slots``, a copy; consumes them under debug."""

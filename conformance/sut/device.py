@@ -54,12 +54,16 @@ class PlainDevice:
         torch.set_num_threads(1)
         # Uninitialized memory is filled with a fixed pattern: a run must not depend on garbage.
         torch.use_deterministic_algorithms(True)
-        setattr(torch.cpu, "Event", PlainEvent)
-        setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+        _replace(torch.cpu, "Event", PlainEvent)
+        _replace(torch.Tensor, "record_stream", lambda self, stream: None)
         self.doubles = ["torch.cpu.Event", "torch.Tensor.record_stream"]
         if not compiled:
-            setattr(torch, "compile", _identity_compile)
+            _replace(torch, "compile", _identity_compile)
             self.doubles.append("torch.compile (identity)")
+
+
+def _replace(owner: Any, name: str, double: Any) -> None:
+    setattr(owner, name, double)
 
 
 def _identity_compile(model: Callable[..., Any] | None = None, **_: Any) -> Any:

@@ -14,12 +14,12 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from conformance.observation import Observation, Outcome
+from conformance.observation import Observation, Outcome, merge_call
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.surface import Settings, Surface, make_draft_input, make_pool, make_relay
 from generators.operations import (
@@ -115,7 +115,7 @@ class Driver:
     ) -> None:
         self.surface, self.header = surface, header
         self.device = surface.device.device
-        surface.settings.speculative_num_draft_tokens = header.block
+        surface.settings.set(speculative_num_draft_tokens=header.block)
         self.pool = make_pool(surface, header.pool)
         self.relay = make_relay(surface, self.pool, needs_cpu_seq_lens=header.needs_cpu_seq_lens)
         self.model_config = Settings(is_encoder_decoder=False, vocab_size=1 << 31)
@@ -128,7 +128,6 @@ class Driver:
         self.calls = 0
         self._batch_fields = [f.name for f in dataclasses.fields(surface.schedule_batch)]
         self._batch_values = operator.attrgetter(*self._batch_fields)
-        self._declared = surface.census["draft"].keys()
         self._rows = [f.name for f in surface.draft_fields("row")]
         self._mirrors = surface.draft_fields("mirror")
         # The worker writes its results into two buffers in turn.
@@ -142,9 +141,16 @@ class Driver:
         ]
         self._turn = 0
         self._started = False
-        self._scheduler = Settings(batch_record_ct=0, batch_record_buf=[None, None])
-        self._scheduler.record_batch_in_overlap = lambda batch: None
+        self._scheduler = Settings(record_batch_in_overlap=lambda batch: None)
         self._token_field = surface.token_field
+        self._channels = [
+            (name, buffer)
+            for name, buffer in (
+                ("tokens", surface.token_channel),
+                ("lengths", surface.length_channel),
+            )
+            if buffer is not None
+        ]
         self._perform: dict[type[Operation], Callable[[Any, Effect], None]] = {
             Admit: self._admit,
             Adopt: self._absorb,
@@ -192,20 +198,13 @@ class Driver:
         return None
 
     def channels(self) -> dict[str, Tensor]:
-        """The relay's recognised buffers, as they are now."""
-        found = {}
-        for name, channel in (
-            ("tokens", self.surface.token_channel),
-            ("lengths", self.surface.length_channel),
-        ):
-            value = getattr(self.relay, channel, None) if channel else None
-            if value is not None:
-                found[name] = value
-        return found
+        """The relay's recognised buffers, as they are now; one may not exist yet."""
+        held = vars(self.relay)
+        return {name: held[buffer] for name, buffer in self._channels if buffer in held}
 
     def rows(self) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
         """What the running and the last prefill batch hold: ``slots``, and their draft's rows."""
-        held = []
+        held: list[dict[str, Tensor] | None] = []
         for batch in (self.running, self.prefill):
             if batch is None:
                 held.append(None)
@@ -228,14 +227,21 @@ class Driver:
         return {f"relay_{name}": value for name, value in self.channels().items()}
 
     def _signals(self) -> tuple[Any, ...]:
-        """Signals of the relay: how often its event was recorded, whether it is armed, its buffers."""
+        """Signals of the relay: its event's recordings, whether it is armed, its buffers."""
         event = getattr(self.relay, "publish_ready", None)
         fresh = getattr(self.relay, "_publish_fresh", None)
         return (getattr(event, "recorded", None), fresh, self._buffers())
 
     def _undeclared(self, owner: str, thing: Any) -> list[str]:
-        declared = self.surface.census[owner]
-        return [name for name in vars(thing) if name not in declared]
+        present, declared = vars(thing).keys(), self.surface.census[owner].keys()
+        return [] if present <= declared else [name for name in present if name not in declared]
+
+    def _changed(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
+        """Batch fields that are not the same object any more."""
+        if all(map(operator.is_, before, after)):
+            return []
+        pairs = zip(self._batch_fields, before, after, strict=True)
+        return [name for name, old, new in pairs if old is not new]
 
     # -- making batches --------------------------------------------------------------------------
 
@@ -252,7 +258,7 @@ class Driver:
         return host
 
     def _new_batch(self, requests: list[Request], slots: list[int], lengths: list[int]) -> Any:
-        """A batch as ``prepare_for_extend`` (or, without requests, ``prepare_for_idle``) leaves it."""
+        """A batch as ``prepare_for_extend`` leaves it, or ``prepare_for_idle`` (no requests)."""
         modes = self.surface.forward_mode
         batch = self.surface.schedule_batch(
             reqs=[self._host_request(r) for r in requests],
@@ -287,17 +293,23 @@ class Driver:
             self._call(call, self.relay.resolve_seq_lens_cpu, batch)
         self._call(call, self.surface.resolve_forward_inputs, batch, self.relay)
 
-    @contextlib.contextmanager
-    def _isolation(self, batch: Any) -> Iterator[None]:
+    def _isolation(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """The scheduler's own transaction around a forward, if the tree has one."""
-        if self.surface.isolation_of is None:
-            saved = {name: getattr(batch, name) for name in self._batch_fields}
-            yield
-            for name, value in saved.items():
-                setattr(batch, name, value)
-        else:
-            with self.surface.isolation_of(self._scheduler, batch, overlap=self.header.overlap):
-                yield
+        self.calls += 1
+        if self.surface.isolation_of is not None:
+            overlap = self.header.overlap
+            return cast(
+                contextlib.AbstractContextManager[None],
+                self.surface.isolation_of(self._scheduler, batch, overlap=overlap),
+            )
+        return self._own_isolation(batch)
+
+    @contextlib.contextmanager
+    def _own_isolation(self, batch: Any) -> Iterator[None]:
+        saved = self._batch_values(batch)
+        yield
+        for name, value in zip(self._batch_fields, saved, strict=True):
+            setattr(batch, name, value)
 
     def _forward(self, batch: Any, effect: Effect, build: Callable[[], Any]) -> None:
         """A worker's forward and the hand-over after it.
@@ -336,12 +348,7 @@ class Driver:
                 )
                 if not effect.slots:
                     self._observe("idle-signals", unchanged=self._signals() == signals)
-        after = self._batch_values(batch)
-        same = map(operator.is_, before, after)
-        self._observe(
-            "restore",
-            changed=[n for n, s in zip(self._batch_fields, same, strict=True) if not s],
-        )
+        self._observe("restore", changed=self._changed(before, self._batch_values(batch)))
         batch.input_ids = None
         batch.spec_info = draft
         if self.header.overlap:
@@ -417,6 +424,7 @@ class Driver:
             k: v.clone() for k, v in vars(right).items() if isinstance(v, Tensor) and "buf" not in k
         }
         held = self._hold(running)
+        forms = [d.future_indices is not None for d in (running.spec_info, right)]
         self._call("merge", running.merge_batch, batch)
         other = batch.spec_info
         intact = all(torch.equal(getattr(other, k), v) for k, v in right_values.items())
@@ -426,6 +434,7 @@ class Driver:
             "merge",
             running,
             held,
+            forms=forms,
             right_intact=intact,
             right_shared=[name for name, t in mine.items() if storage(t) in theirs],
         )
@@ -580,10 +589,11 @@ class Driver:
             self._filter_draft(whole, tuple(rows))
             self._observe_draft("law-keep-all", whole)
         elif operation.law == "merge":
-            self._law_merge(operation, effect)
+            self._law_merge(operation, effect, operation.cut)
         elif operation.law == "associate":
             self._law_associate(operation, effect)
         elif operation.law == "distribute":
+            self._law_merge(operation, effect, operation.cut)  # a wrong merge is M1's, not M3's
             left = self._operand(operation, effect, rows[: operation.cut])
             right = self._operand(operation, effect, rows[operation.cut :])
             self._filter_draft(left, [i for i in operation.keep if i < operation.cut])
@@ -602,16 +612,17 @@ class Driver:
             self._call("law-neutral", left.merge_batch, self._operand(operation, effect, rows))
             self._observe_draft("law-neutral", left)
 
-    def _law_merge(self, operation: Law, effect: Effect) -> None:
+    def _law_merge(self, operation: Law, effect: Effect, cut: int) -> None:
         rows = list(range(len(effect.slots)))
-        left = self._operand(operation, effect, rows[: operation.cut])
-        right = self._operand(operation, effect, rows[operation.cut :])
+        call = merge_call(0, cut, len(rows))
+        left = self._operand(operation, effect, rows[:cut])
+        right = self._operand(operation, effect, rows[cut:])
         before = {k: v.clone() for k, v in self._live_tensors(right).items()}
-        self._call("law-merge", left.merge_batch, right)
+        self._call(call, left.merge_batch, right)
         after = self._live_tensors(right)
         theirs = {storage(t) for t in after.values()} - {0}
         self._observe_draft(
-            "law-merge",
+            call,
             left,
             right_intact=all(torch.equal(after[k], v) for k, v in before.items()),
             right_shared=[
@@ -621,16 +632,17 @@ class Driver:
 
     def _law_associate(self, operation: Law, effect: Effect) -> None:
         rows = list(range(len(effect.slots)))
+        self._law_merge(operation, effect, len(rows) // 2)  # a wrong merge is M1's, not M2's
         first, second = sorted((operation.cut, len(rows) // 2))
         parts = (rows[:first], rows[first:second], rows[second:])
         a, b, c = (self._operand(operation, effect, part) for part in parts)
         self._call("law-associate", b.merge_batch, c)
-        self._observe_draft("law-merge", b)
+        self._observe_draft(merge_call(first, second, len(rows)), b)
         self._call("law-associate", a.merge_batch, b)
         self._observe_draft("law-associate", a)
         a, b, c = (self._operand(operation, effect, part) for part in parts)
         self._call("law-associate", a.merge_batch, b)
-        self._observe_draft("law-merge", a)
+        self._observe_draft(merge_call(0, first, second), a)
         self._call("law-associate", a.merge_batch, c)
         self._observe_draft("law-associate", a)
 
@@ -757,13 +769,8 @@ class Driver:
     def _consume_twice(self, effect: Effect) -> None:
         """Write the running rows of a copied relay, then resolve them twice (debug only)."""
         relay = copy.copy(self.relay)
-        for channel, buffer in self.channels().items():
-            name = {
-                "tokens": self.surface.token_channel,
-                "lengths": self.surface.length_channel,
-            }[channel]
-            assert name is not None
-            setattr(relay, name, buffer.clone())
+        for _, buffer in self._channels:
+            setattr(relay, buffer, getattr(self.relay, buffer).clone())
         batch = copy.copy(self.running)
         slots = batch.req_pool_indices
         batch.spec_info = self._operand(Law("merge"), effect, list(range(len(effect.slots))))

@@ -40,7 +40,8 @@ class _State:
 
 def _refuse(name: str, use: str) -> None:
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+    here = (__file__, "<frozen importlib._bootstrap>")
+    while frame.f_back is not None and frame.f_code.co_filename in here:
         frame = frame.f_back
     raise StandInUsed(
         f"{name} was {use} by {frame.f_globals.get('__name__')}:{frame.f_lineno}, "
@@ -61,12 +62,6 @@ class _InertMeta(abc.ABCMeta):
             _refuse(label, "read")
         return make_inert(label)
 
-    def __or__(cls, other: Any) -> Any:
-        return cls
-
-    def __ror__(cls, other: Any) -> Any:
-        return cls
-
     def __iter__(cls) -> Iterator[Any]:
         if _State.sealed:
             _refuse(cls.__stand_in__, "iterated")
@@ -81,12 +76,6 @@ class _InertMeta(abc.ABCMeta):
         if _State.sealed and cls.__dict__.get("__is_stand_in__"):
             _refuse(cls.__stand_in__, "used in isinstance")
         return super().__instancecheck__(instance)
-
-
-def _arithmetic(self: Any, *_: Any) -> Any:
-    if _State.sealed:
-        _refuse(type(self).__stand_in__, "computed with")
-    return self
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +111,19 @@ def _class_getitem(cls: Any, item: Any) -> Any:
     return cls
 
 
+def _compute(thing: Any, *_: Any) -> Any:
+    """Arithmetic with a stand-in: module constants are computed from others while loading."""
+    name = getattr(thing, "__stand_in__", "a stand-in")
+    if _State.sealed:
+        _refuse(name, "computed with")
+    return thing
+
+
+_OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "lshift", "and", "rand", "or", "ror")
+for _operator in _OPERATORS:
+    setattr(_InertMeta, f"__{_operator}__", _compute)
+
+
 def make_inert(name: str) -> Any:
     """A stand-in class called `name`, usable as base, decorator, annotation or constant."""
     namespace: dict[str, Any] = {
@@ -133,15 +135,14 @@ def make_inert(name: str) -> Any:
         "__getattr__": _getattr,
         "__class_getitem__": classmethod(_class_getitem),
     }
-    for operator in ("add", "radd", "sub", "mul", "rmul", "floordiv", "lshift", "or", "ror", "and"):
-        namespace[f"__{operator}__"] = _arithmetic
+    namespace |= {f"__{operator}__": _compute for operator in _OPERATORS}
     return _InertMeta(name.rpartition(".")[2], (), namespace)
 
 
 class _InertModule(types.ModuleType):
     """A module of the tree that was not loaded: every name in it is inert, or a double."""
 
-    __path__: list[str] = []
+    __path__: list[str] = []  # noqa: RUF012 (the base class declares it so)
 
     def __init__(self, name: str, isolation: Isolation) -> None:
         super().__init__(name)
@@ -293,7 +294,8 @@ class _RealLoader(importlib.abc.Loader):
                 self.isolation.missing.add(top)
         code = compile(tree, str(self.path), "exec", dont_inherit=True)
         prefix = self.name + "."
-        exec(code, module.__dict__)
+        with self.isolation.unsealed():  # a module that the code under test imports late
+            exec(code, module.__dict__)
         for label, value in self.isolation.doubles.items():
             if label.startswith(prefix) and "." not in label[len(prefix) :]:
                 setattr(module, label[len(prefix) :], value)

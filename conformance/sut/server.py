@@ -19,7 +19,7 @@ def preload() -> None:
     import torch
     import triton  # noqa: F401
 
-    import conformance.engine  # noqa: F401
+    import conformance.engine
     import conformance.faults  # noqa: F401
 
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,10 +55,18 @@ REAL = (
 """Modules loaded from the tree where it has them: the code under test and what it runs."""
 
 
+MEASURED = (RELAY, DRAFT)
+"""Modules whose never executed lines a report lists."""
+
+
 class Settings:
     """The harness's answer to "what are the server arguments?"; unknown ones are refused."""
 
     def __init__(self, **values: Any) -> None:
+        self.set(**values)
+
+    def set(self, **values: Any) -> None:
+        """Change answers."""
         self.__dict__.update(values)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,6 +77,19 @@ class Settings:
 
 def _false(*_: Any, **__: Any) -> bool:
     return False
+
+
+_PLATFORM_QUESTIONS = (
+    "is_cuda",
+    "is_hip",
+    "is_npu",
+    "is_xpu",
+    "is_cpu",
+    "is_mps",
+    "is_musa",
+    "is_pin_memory_available",
+)
+"""Functions by which a tree asks where it runs; on plain tensors every answer is no."""
 
 
 def _slots(_: Any, count: int) -> torch.Tensor:
@@ -142,6 +163,8 @@ class Surface:
         """The tree as a report shows it."""
         loader = self.loader
         return {
+            "torch": torch.__version__,
+            "triton": getattr(sys.modules.get("triton"), "__version__", None),
             "digest": loader.digest(),
             "features": sorted(self.features),
             "token_field": self.token_field,
@@ -201,12 +224,7 @@ def open_tree(
     def answer(*_: Any, **__: Any) -> Settings:
         return settings
 
-    doubles: dict[str, Any] = {
-        f"*.{name}": _false
-        for name in (
-            "is_cuda is_hip is_npu is_xpu is_cpu is_mps is_musa is_pin_memory_available".split()
-        )
-    }
+    doubles: dict[str, Any] = {f"*.{name}": _false for name in _PLATFORM_QUESTIONS}
     # Old trees re-allocate behind the carried watermark on every prepare. What the slots are is
     # the KV clauses' business; here they only have to exist.
     doubles["*.alloc_token_slots"] = _slots
@@ -391,9 +409,9 @@ def _probe_channels(surface: Surface, relay: Any) -> None:
     relay.stash(slots, surface.payload(draft))
     for name, value in vars(relay).items():
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] == 4:
-            if int(value[2]) == token:
+            if bool((value == token).any()):  # in whatever row: which one is P1's business
                 surface.token_channel = name
-            elif int(value[2]) == length:
+            elif bool((value == length).any()):
                 surface.length_channel = name
     for what, channel in (("token", surface.token_channel), ("length", surface.length_channel)):
         if channel is None:
@@ -422,7 +440,7 @@ def _token_bits(surface: Surface) -> int:
 class _Lenient:
     """Stands for the server arguments of a DP-attention launch while a check is evaluated."""
 
-    _ANSWERS = {
+    _ANSWERS: ClassVar[dict[str, Any]] = {
         "enable_dp_attention": True,
         "enable_dp_lm_head": True,
         "device": "cuda",

@@ -13,10 +13,13 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from conformance.engine import Deviation
 
 _PROGRESS_EVERY = 500
 
@@ -96,7 +99,8 @@ class _Worker:
         self.config, self.stream = config, stream
         device = open_device(config.device)
         device.prepare(compiled=config.compiled)
-        edits = faults.apply(faults.FAULTS[config.fault].edits) if config.fault else {}
+        registry = {fault.name: fault for fault in faults.FAULTS}
+        edits = faults.apply(registry[config.fault].edits) if config.fault else {}
         self.surface = open_tree(
             Path(config.root),
             device,
@@ -108,12 +112,12 @@ class _Worker:
         self.recorder = Recorder(Path(config.recorder)) if config.recorder else None
 
     def loop(self, lines: Iterator[str]) -> None:
+        serves: dict[str, Callable[..., dict[str, Any]]]
+        serves = {"check": self._check, "replay": self._replay}
         for line in lines:
             request = json.loads(line)
             try:
-                answer = {"check": self._check, "replay": self._replay}[request.pop("do")](
-                    **request
-                )
+                answer = serves[request.pop("do")](**request)
             except Exception as error:
                 _send(self.stream, event="error", **_describe(error))
             else:
@@ -126,13 +130,16 @@ class _Worker:
         wild: bool = False,
         waivers: list[dict[str, Any]] | None = None,
         stop_at_first: bool = False,
+        traced: int = 0,
     ) -> dict[str, Any]:
         from conformance.engine import check
 
-        states = {w["name"]: self._witness(w) for w in waivers or ()}
-        waived = frozenset(
-            (w["clause"], w["anomaly"]) for w in waivers or () if states[w["name"]] == "active"
-        )
+        states, witnessed = {}, {}
+        for waiver in waivers or ():
+            states[waiver["name"]], deviation = self._witness(waiver)
+            if deviation is not None:
+                witnessed[deviation.clause, deviation.anomaly] = deviation
+                deviation.waiver = waiver["name"]
         reported = 0
 
         def progress(done: int, deviations: int) -> None:
@@ -147,39 +154,62 @@ class _Worker:
             seed=seed,
             wild=wild,
             compiled=self.config.compiled,
-            waived=waived,
+            waived=frozenset(witnessed),
             progress=progress,
             recorder=self.recorder,
             stop_at_first=stop_at_first,
         )
-        names = {(w["clause"], w["anomaly"]): w["name"] for w in waivers or ()}
-        for deviation in result.deviations:
-            if (deviation.clause, deviation.anomaly) in waived:
-                deviation.waiver = names[deviation.clause, deviation.anomaly]
+        deviations = [d for d in result.deviations if (d.clause, d.anomaly) not in witnessed]
+        for found in result.deviations:
+            if (found.clause, found.anomaly) in witnessed:
+                witnessed[found.clause, found.anomaly].count += found.count
+        # What a waiver covers is always listed, with the witness, whatever the search met.
+        deviations += witnessed.values()
         return {
-            "deviations": [deviation.as_json() for deviation in result.deviations],
+            "deviations": [deviation.as_json() for deviation in deviations],
             "operations": result.operations,
             "calls": result.calls,
             "traces": result.traces,
             "reached": dict(result.reached),
             "waivers": states,
+            "unexecuted": self._unexecuted(traced, seed) if traced else None,
             "surface": self.surface.as_json(),
         }
 
-    def _witness(self, waiver: dict[str, Any]) -> str:
-        """Replay a waiver's witness: ``active``, ``stale``, or ``elsewhere`` (another process)."""
+    def _unexecuted(self, operations: int, seed: int) -> dict[str, dict[str, list[int]]]:
+        """Lines of the surface that a traced sample of `operations` never reaches."""
+        from conformance.engine import check
+        from conformance.sut.lines import Lines
+        from conformance.sut.surface import MEASURED
+
+        sources = {module: self.surface.loader.source_of(module) for module in MEASURED}
+        lines = Lines({name: path for name, path in sources.items() if path is not None})
+        with lines.tracing():
+            check(self.surface, operations=operations, seed=seed)
+        return lines.missing()
+
+    def _witness(self, waiver: dict[str, Any]) -> tuple[str, Deviation | None]:
+        """Replay a waiver's witness.
+
+        Returns:
+            ``active`` and the deviation it shows; or ``stale`` or ``elsewhere`` (a witness for a
+            process with other debug settings), and None.
+        """
         from conformance.engine import replay_one
         from generators.operations import Trace
 
         trace = Trace.from_json(waiver["trace"])
         here = (self.surface.debug, self.config.compiled)
         if (trace.header.debug, trace.header.compiled) != here:
-            return "elsewhere"
+            return "elsewhere", None
         deviation = replay_one(self.surface, self._fit(trace))
-        if deviation is None:
-            return "stale"
-        same = (deviation.clause, deviation.anomaly) == (waiver["clause"], waiver["anomaly"])
-        return "active" if same else "stale"
+        if deviation is None or (deviation.clause, deviation.anomaly) != (
+            waiver["clause"],
+            waiver["anomaly"],
+        ):
+            return "stale", None
+        deviation.count = 0
+        return "active", deviation
 
     def _fit(self, trace: Any) -> Any:
         """The trace with token ids that this tree's path carries."""

@@ -1,0 +1,5 @@
+"""``python -m conformance`` is ``dflash-conformance``."""
+
+from conformance.cli import main
+
+main()

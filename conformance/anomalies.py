@@ -1,0 +1,22 @@
+"""Names of what can be wrong with a row or value; no torch, so that the parent can use them."""
+
+from __future__ import annotations
+
+ANOMALIES = {
+    "stale-read": "a row holds its own request's value from an earlier step",
+    "lost-update": "a write did not reach its row",
+    "wrong-owner": "a row holds another request's value",
+    "torn-row": "a row's token and length come from different steps",
+    "phantom-row": "a row that was not addressed changed, or a row too many appeared",
+    "missing-row": "a row is missing",
+    "double-consume": "a row was consumed that was already consumed",
+    "never-written": "a row holds a value that nobody wrote",
+    "wrong-type": "a value changed its type, or was narrowed",
+    "wrong-value": "a derived value (a sum, a bound, a flag) is wrong",
+    "shared-storage": "two holders share storage that must be separate",
+    "undeclared": "the tree has an attribute that the census does not know",
+    "unexpected-error": "the tree raised",
+    "missing-error": "the tree accepted what it must refuse",
+    "crash": "the process died",
+}
+"""Anomaly names and what each means."""

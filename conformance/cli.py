@@ -1,0 +1,354 @@
+"""The command line: ``dflash-conformance`` and ``python -m conformance``.
+
+Imports nothing heavy before a command needs it: ``--help`` and ``clauses`` answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from conformance.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from conformance.sut.source import Tree
+
+_EPILOG = """\b
+Exit status:
+  0    conforms (waived deviations are listed)
+  1    a deviation
+  2    the request or the environment is wrong
+  3    a fault of the suite itself
+  125  the tree has no entry point any more (git bisect skips it)
+"""
+
+
+@click.group(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dflash-conformance")
+def cli() -> None:
+    """Check how an SGLang tree hands DFlash state from one overlapped step to the next."""
+
+
+def _tree_options(command: Any) -> Any:
+    """Options shared by run, matrix and replay."""
+    for option in reversed(
+        (
+            click.option(
+                "--device",
+                type=click.Choice(["cpu", "cuda"]),
+                default="cpu",
+                show_default=True,
+                help="Where the tree's tensors live.",
+            ),
+            click.option(
+                "--imports",
+                type=click.Choice(["isolated", "real"]),
+                default="isolated",
+                show_default=True,
+                help="Load only the code under test, or the installed package as it is.",
+            ),
+            click.option("--offline", is_flag=True, help="Use cached releases only."),
+            click.option(
+                "--declare",
+                type=click.Path(path_type=Path),
+                help="TOML file with [[field]] tables for attributes the census does not know.",
+            ),
+            click.option(
+                "--map",
+                "mapped",
+                multiple=True,
+                metavar="MODULE=PATH",
+                help="Where a fork has a module, below the folder that holds sglang/.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _run_options(command: Any) -> Any:
+    """Options shared by run and matrix."""
+    for option in reversed(
+        (
+            click.option(
+                "--profile",
+                type=click.Choice(["quick", "pr", "nightly"]),
+                default="quick",
+                show_default=True,
+                help="Budget: 60 thousand, 520 thousand or 10 million operations per tree.",
+            ),
+            click.option("--wild", is_flag=True, help="Also try uses no scheduler path issues."),
+            click.option(
+                "--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N"
+            ),
+            click.option(
+                "--report",
+                type=click.Path(path_type=Path),
+                metavar="DIR",
+                help="Write report.json, junit.xml, summary.md and failures/ there.",
+            ),
+            click.option(
+                "--waivers",
+                type=click.Path(path_type=Path),
+                metavar="FILE",
+                help="Further waivers, beside the packaged ones.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+@cli.command()
+@click.option(
+    "--sglang",
+    metavar="TREE",
+    help="A release (0.5.23), a checkout, CHECKOUT@REF, or 'installed'. Default: newest supported.",
+)
+@_run_options
+@_tree_options
+def run(sglang: str | None, **options: Any) -> None:
+    """Check one tree.
+
+    \b
+    Examples:
+      dflash-conformance run
+      dflash-conformance run --sglang path/to/sglang@my-branch --profile pr --report out
+    """
+    from conformance.sut.source import NEWEST
+
+    sys.exit(_check([sglang or NEWEST], **options))
+
+
+@cli.command()
+@click.argument("releases", metavar="0.5.14..0.5.23")
+@_run_options
+@_tree_options
+def matrix(releases: str, **options: Any) -> None:
+    """Check several releases: a range, or a list with commas.
+
+    \b
+    Example:
+      dflash-conformance matrix 0.5.14..0.5.23 --report out
+    """
+    from conformance.sut.source import release_range
+
+    sys.exit(_check(release_range(releases), label=releases, **options))
+
+
+def _check(
+    specs: list[str],
+    *,
+    profile: str,
+    wild: bool,
+    seed: int,
+    report: Path | None,
+    waivers: Path | None,
+    label: str | None = None,
+    **tree_options: Any,
+) -> int:
+    from conformance import waivers as waiver_files
+    from conformance.pool import Pool
+    from conformance.report import document, files, terminal
+    from conformance.runner import PROFILES, SuiteFault, check_trees
+
+    console = _console()
+    trees, relocated, declared = _trees(specs, console, **tree_options)
+    accepted = waiver_files.load()
+    if waivers is not None:
+        accepted += waiver_files.load(waivers)
+    if report is not None:
+        files.open_folder(report)
+    budget = PROFILES[profile]
+    total = len(trees) * (budget.plain + budget.debug + budget.compiled)
+    with Pool(_cache()) as pool, terminal.progress(console, total) as progress:
+
+        def answered(answer: Any) -> None:
+            if len(trees) == 1:
+                terminal.show_job(console, answer)
+
+        def finished(tree_report: Any) -> None:
+            if len(trees) > 1:
+                terminal.show_tree(console, document.tree_document(tree_report, wild=wild))
+
+        reports = check_trees(
+            trees,
+            budget,
+            pool,
+            seed=seed,
+            wild=wild,
+            waivers=accepted,
+            relocated=relocated,
+            declared=declared,
+            progress=progress,
+            answered=answered,
+            finished=finished,
+        )
+    result = document.document(
+        reports, label=label or trees[0].label, profile=profile, seed=seed, wild=wild
+    )
+    written = files.write(report, result) if report is not None else {}
+    terminal.show(console, result, written)
+    unreached = [
+        f"{r.tree.label}: {name}"
+        for r in reports
+        if not r.refusal
+        for name in r.unreached(wild=wild)
+    ]
+    if unreached:
+        raise SuiteFault(f"never reached: {', '.join(unreached)}")
+    return 1 if result["verdict"] == "deviates" else 0
+
+
+@cli.command()
+@click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE.json")
+@click.option("--sglang", metavar="TREE", help="Default: newest supported release.")
+@_tree_options
+def replay(trace: Path, sglang: str | None, **options: Any) -> None:
+    """Replay one trace, from a failures/ file or written by hand, on any tree.
+
+    \b
+    Example:
+      git bisect run dflash-conformance replay failure.json --sglang .
+    """
+    sys.exit(_replay(trace, sglang, **options))
+
+
+def _replay(path: Path, sglang: str | None, **tree_options: Any) -> int:
+    from conformance import waivers as waiver_files
+    from conformance.pool import Job, Pool
+    from conformance.report import explain
+    from conformance.runner import SuiteFault, crash_deviation
+    from conformance.sut.source import NEWEST
+    from conformance.sut.worker import Config
+    from generators.operations import Trace, TraceError
+
+    console = _console()
+    try:
+        parsed = Trace.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give a trace file to replay") from None
+    except (TraceError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {error}") from None
+    (tree,), relocated, declared = _trees([sglang or NEWEST], console, **tree_options)
+    config = Config(
+        root=str(tree.root),
+        debug=parsed.header.debug,
+        compiled=parsed.header.compiled,
+        relocated=relocated,
+        declared=declared,
+    )
+    job = Job(tree.label, config, {"do": "replay", "trace": parsed.as_json()})
+    with Pool(_cache(), size=1) as pool:
+        (answer,) = pool.run([job])
+    if answer.error is not None:
+        if answer.error["status"] == 3:
+            raise SuiteFault(f"{answer.error['message']}\n{answer.error['traceback']}")
+        failure = UserError(answer.error["message"])
+        failure.exit_status = answer.error["status"]  # type: ignore[misc]
+        raise failure
+    deviation = crash_deviation(answer) if answer.crash else (answer.result or {})["deviation"]
+    if deviation is None:
+        console.print(parsed.header.line(), *parsed.lines(), sep="\n", highlight=False)
+        console.print(f"[green]conforms[/]: {tree.label}", highlight=False)
+        return 0
+    for waiver in waiver_files.load():
+        same = (waiver.clause, waiver.anomaly) == (deviation["clause"], deviation["anomaly"])
+        if same and waiver.trace == parsed.as_json():
+            deviation["waiver"] = waiver.name
+    console.print(f"[bold]{explain.headline(deviation)}[/]  on {tree.label}", highlight=False)
+    for line in explain.lines(deviation):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 1 if deviation["mode"] == "legal" and deviation["waiver"] is None else 0
+
+
+@cli.command()
+def clauses() -> None:
+    """Print the specification: every clause and where it is checked."""
+    from reference.clauses import CLAUSES
+
+    for clause in CLAUSES.values():
+        click.echo(f"{clause.number:<4} {clause.statement}")
+        if clause.wild:
+            click.echo(f"     wild: {clause.wild}")
+        where = ", ".join(clause.calls + clause.wild_calls)
+        only = f"; only with {clause.needs}" if clause.needs else ""
+        box = "black box" if clause.black_box else "white box"
+        click.echo(f"     at {where} ({box}{only})")
+
+
+@cli.command()
+@click.argument("releases", nargs=-1, required=True)
+@click.option("--offline", is_flag=True, help="Only check what is cached.")
+def fetch(releases: tuple[str, ...], offline: bool) -> None:
+    """Fetch releases into the cache (10 to 40 MB each)."""
+    from conformance.sut.source import locate, release_range
+
+    for text in releases:
+        names = release_range(text) if ".." in text else [text]
+        for name in names:
+            click.echo(f"{name}  {locate(name, offline=offline).root}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def _cache() -> Path:
+    from conformance.sut.source import cache_root
+
+    return cache_root()
+
+
+def _trees(
+    specs: list[str],
+    console: Console,
+    *,
+    device: str,
+    imports: str,
+    offline: bool,
+    declare: Path | None,
+    mapped: tuple[str, ...],
+) -> tuple[list[Tree], dict[str, str], list[list[str]]]:
+    """Locate the trees and read what the user says about them."""
+    from conformance.declarations import read_declarations, read_map
+    from conformance.sut.source import locate
+
+    if device != "cpu":
+        raise UserError("this version runs on the CPU only; leave --device out")
+    if imports != "isolated":
+        raise UserError("this version loads trees isolated only; leave --imports out")
+    relocated = read_map(mapped)
+    declared = read_declarations(declare) if declare is not None else []
+    return [locate(spec, offline=offline) for spec in specs], relocated, declared
+
+
+def main() -> None:
+    """Run the command line; every expected failure is one line and an exit status."""
+    from conformance.runner import SuiteFault
+
+    try:
+        cli(standalone_mode=False)
+    except UserError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_status)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except SuiteFault as error:
+        click.echo(f"fault of the suite: {error}", err=True)
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

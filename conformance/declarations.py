@@ -1,0 +1,52 @@
+"""What a user says about a tree of their own: undeclared attributes, moved files."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.errors import UserError
+from conformance.sut.fields import KINDS
+
+
+def read_declarations(path: Path) -> list[list[str]]:
+    """Census records of a TOML file: ``[[field]]`` tables of ``owner``, ``name`` and ``kind``.
+
+    Returns:
+        ``[owner, name, kind]`` per record.
+
+    Raises:
+        UserError: the file is missing or malformed, in one line.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("field", [])
+    except OSError as error:
+        raise UserError(f"--declare {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"--declare {path}: not TOML: {error}") from None
+    records = []
+    for table in tables if isinstance(tables, list) else [tables]:
+        record = [table.get(key) if isinstance(table, dict) else None for key in _KEYS]
+        owner, name, kind = record
+        if owner not in ("draft", "relay") or not isinstance(name, str) or kind not in KINDS:
+            raise UserError(
+                f"--declare {path}: a [[field]] needs owner (draft or relay), name, and kind "
+                f"({', '.join(KINDS)})"
+            )
+        records.append([str(owner), name, str(kind)])
+    return records
+
+
+_KEYS = ("owner", "name", "kind")
+
+
+def read_map(entries: Sequence[str]) -> dict[str, str]:
+    """``MODULE=PATH`` entries as a mapping; raises UserError on anything else."""
+    relocated = {}
+    for entry in entries:
+        module, separator, path = entry.partition("=")
+        if not separator or not module.startswith("sglang.") or not path:
+            raise UserError(f"--map {entry}: give MODULE=PATH, such as sglang.srt.x.y=sglang/z.py")
+        relocated[module] = path
+    return relocated

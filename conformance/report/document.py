@@ -1,0 +1,100 @@
+"""The report as one JSON document.
+
+Everything outside ``timings`` and ``environment`` is the same for the same seed and trees.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from conformance.runner import TreeReport
+from reference.clauses import CLAUSES
+
+SCHEMA = 1
+
+NOT_COVERED = (
+    "order across device streams: events and streams are inert on CPU tensors",
+    "the Triton kernels, CUDA tensors, captured graphs and the pinned host mirror",
+    "which KV slots prepare_for_decode allocates: every request has its whole row already",
+    "the worker's forward: its builders run, its model is a table of values",
+    "the scheduler's own loop: the driver keeps its order, and uses its forward isolation",
+    "preempted, mixed and seeded batches; algorithms other than DFlash",
+    "HIP, NPU, tensor, data and pipeline parallelism",
+)
+"""What a run of this version does not look at."""
+
+
+def document(
+    reports: Sequence[TreeReport], *, label: str, profile: str, seed: int, wild: bool
+) -> dict[str, Any]:
+    """The report of one or more trees."""
+    trees = [tree_document(report, wild=wild) for report in reports]
+    verdicts = {report.verdict for report in reports}
+    deviations = [{**d, "tree": t["label"]} for t in trees for d in t["deviations"]]
+    return {
+        "schema": SCHEMA,
+        "verdict": "deviates" if "deviates" in verdicts else "conforms",
+        "tree": label,
+        "profile": profile,
+        "seed": seed,
+        "wild": wild,
+        "totals": {
+            "operations": sum(r.operations for r in reports),
+            "calls": sum(r.calls for r in reports),
+            "traces": sum(r.traces for r in reports),
+        },
+        "deviations": deviations,
+        "trees": trees,
+        "not_covered": list(NOT_COVERED),
+        "environment": {
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "torch": next((r.surface["torch"] for r in reports if r.surface), None),
+            "triton": next((r.surface["triton"] for r in reports if r.surface), None),
+        },
+        "timings": {r.tree.label: r.seconds for r in reports},
+    }
+
+
+def tree_document(report: TreeReport, *, wild: bool) -> dict[str, Any]:
+    """One tree's part of the report."""
+    surface = dict(report.surface)
+    return {
+        "label": report.tree.label,
+        "source": report.tree.as_json(),
+        "verdict": report.verdict,
+        "refusal": report.refusal,
+        "totals": {
+            "operations": report.operations,
+            "calls": report.calls,
+            "traces": report.traces,
+            "by_mode": report.modes,
+        },
+        "deviations": report.deviations,
+        "waivers": report.waivers,
+        "clauses": [
+            {
+                "clause": number,
+                "statement": CLAUSES[number].statement,
+                "checked": count,
+                "deviations": [
+                    f"{d['mode']} {d['anomaly']}"
+                    for d in report.deviations
+                    if d["clause"] == number
+                ],
+            }
+            for number, count in report.clause_counts(wild=wild).items()
+        ],
+        "reached": dict(sorted(_without_calls(report.reached).items())),
+        "unexecuted_lines": report.unexecuted or {},
+        "unreached": report.unreached(wild=wild),
+        "surface": surface,
+    }
+
+
+def _without_calls(reached: Counter[str]) -> dict[str, int]:
+    """Operations and situations; how often each call was checked is in the clause table."""
+    return {k: v for k, v in reached.items() if k.startswith(("operation ", "situation "))}

@@ -1,0 +1,48 @@
+"""Put a deviation into words: clause, trace, what was expected, what was seen, how to replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conformance.anomalies import ANOMALIES
+from generators.operations import Trace
+from reference.clauses import CLAUSES
+
+_MOST_ROWS = 6
+
+
+def headline(deviation: dict[str, Any]) -> str:
+    """One line: what deviates, and how serious it is."""
+    kind = "deviation" if deviation["mode"] == "legal" else "contract gap (wild use)"
+    waived = f", waived: {deviation['waiver']}" if deviation["waiver"] else ""
+    return f"{deviation['clause']} {deviation['anomaly']}: {kind}{waived}"
+
+
+def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
+    """The whole failure, a handful of lines; `replay` is the command that shows it again."""
+    difference = deviation["difference"]
+    clause = CLAUSES[deviation["clause"]]
+    trace = Trace.from_json(deviation["trace"])
+    statement = clause.wild if deviation["mode"] == "wild" and clause.wild else clause.statement
+    text = [
+        f"{clause.number}: {statement}",
+        f"  {deviation['anomaly']}: {ANOMALIES[deviation['anomaly']]}",
+        f"  trace ({trace.header.line()})",
+        *(f"    {line}" for line in trace.lines()),
+        f"  at the last operation, call {difference['call']}, {difference['aspect']}:",
+        f"    expected  {difference['expected']}",
+        f"    observed  {difference['observed']}",
+    ]
+    rows = difference["rows"]
+    for row in rows[:_MOST_ROWS]:
+        wrote = f", written by {row['observed_writer']}" if row["observed_writer"] else ""
+        meant = f" ({row['expected_writer']})" if row["expected_writer"] else ""
+        text.append(
+            f"    row {row['row']} ({row['request'] or 'nobody'}): expected "
+            f"{row['expected']}{meant}, observed {row['observed']}{wrote}"
+        )
+    if len(rows) > _MOST_ROWS:
+        text.append(f"    and {len(rows) - _MOST_ROWS} rows more")
+    if replay is not None:
+        text.append(f"  replay: {replay}")
+    return text

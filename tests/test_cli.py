@@ -1,0 +1,156 @@
+"""The command line: exit statuses, and one line for everything that is the caller's to solve."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.sut.source import NEWEST, Tree
+from generators.operations import SCHEMA
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "conformance", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "120", **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+GOOD = {
+    "schema": SCHEMA,
+    "header": {"pool": 4, "block": 2},
+    "operations": [
+        {"op": "admit", "rows": [[0, 1, 5]]},
+        {"op": "adopt"},
+        {"op": "step", "accepted": [1]},
+    ],
+}
+
+
+def trace_file(folder: Path, **changes: Any) -> Path:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({**GOOD, **changes}))
+    return path
+
+
+def refused(done: subprocess.CompletedProcess[str], reason: str, status: int = 2) -> None:
+    assert done.returncode == status, done.stderr + done.stdout
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert reason in lines[0]
+    assert "Traceback" not in done.stdout
+
+
+def test_help_and_clauses_answer() -> None:
+    assert "Exit status" in call("--help").stdout
+    printed = call("clauses").stdout
+    assert "R1   Every row receives its own request's last token." in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("run", "--sglang", "9.9.9"), "9.9.9"),
+        (("run", "--sglang", "no/such/path"), "no/such/path"),
+        (("matrix", "0.5.23..0.5.14"), "0.5.23..0.5.14"),
+        (("matrix", "1.0..2.0"), "1.0"),
+        (("run", "--device", "cuda"), "CPU only"),
+        (("run", "--imports", "real"), "isolated only"),
+        (("run", "--map", "nonsense"), "MODULE=PATH"),
+        (("run", "--declare", "no-such.toml"), "no-such.toml"),
+        (("run", "--waivers", "no-such.toml"), "no-such.toml"),
+        (("replay", "no-such.json"), "no-such.json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_requests_are_refused_in_one_line(arguments: tuple[str, ...], reason: str) -> None:
+    refused(call(*arguments), reason)
+
+
+def test_a_path_without_sglang(tmp_path: Path) -> None:
+    refused(call("run", "--sglang", tmp_path), str(tmp_path))
+
+
+def test_a_corrupt_wheel(tmp_path: Path) -> None:
+    wheel = tmp_path / "sglang-0.5.23-py3-none-any.whl"
+    wheel.write_bytes(b"PK\x03\x04 not really")
+    refused(call("run", "--sglang", wheel), wheel.name)
+
+
+def test_no_network_and_an_empty_cache(tmp_path: Path) -> None:
+    done = call(
+        "run",
+        DFLASH_CONFORMANCE_CACHE=str(tmp_path),
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_RETRIES="0",
+    )
+    refused(done, NEWEST)
+    refused(call("run", "--offline", DFLASH_CONFORMANCE_CACHE=str(tmp_path / "x")), "offline")
+
+
+def test_malformed_traces(tmp_path: Path, newest: Tree) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("{")
+    refused(call("replay", path), "not JSON")
+    refused(call("replay", trace_file(tmp_path, schema=SCHEMA + 1)), "schema 2")
+    refused(call("replay", trace_file(tmp_path, operations=[{"op": "warp"}])), "alphabet")
+    illegal = trace_file(tmp_path, operations=[{"op": "adopt"}])
+    refused(call("replay", illegal), "no prefill batch")
+
+
+def test_an_unwritable_report_folder(tmp_path: Path, newest: Tree) -> None:
+    (tmp_path / "file").write_text("")
+    refused(call("run", "--report", tmp_path / "file" / "report"), "report folder")
+    assert not (tmp_path / "file" / "report").exists()
+
+
+def test_replay_of_a_sound_trace(tmp_path: Path, newest: Tree) -> None:
+    done = call("replay", trace_file(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "step accepted [1]" in done.stdout
+    assert "conforms" in done.stdout
+
+
+def test_replay_of_a_witness_is_waived(newest: Tree) -> None:
+    done = call("replay", ROOT / "conformance" / "witnesses" / "consume-twice-compiled.json")
+    assert done.returncode == 0, done.stderr
+    assert "waived: consume-once-assertion-compiled-away" in done.stdout
+
+
+def test_replay_of_a_tree_without_entry_points(tmp_path: Path) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    refused(call("replay", trace_file(tmp_path), "--sglang", tmp_path), "overlap_utils", 125)
+
+
+def test_nothing_is_written_outside_report_and_cache(tmp_path: Path, newest: Tree) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "conformance", "replay", str(trace_file(tmp_path))],
+        cwd=work,
+        env={
+            **os.environ,
+            "HOME": str(home),
+            "PYTHONPATH": str(ROOT),
+            "DFLASH_CONFORMANCE_CACHE": str(newest.root.parent.parent),
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(home.rglob("*")) == []
+    assert list(work.rglob("*")) == []

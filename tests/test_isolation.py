@@ -1,0 +1,198 @@
+"""Isolated loading: real code is real, stand-ins serve imports and refuse use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def tree(folder: Path, **modules: str) -> Path:
+    """A tiny package called sglang below `folder`."""
+    for name, source in modules.items():
+        path = folder.joinpath("sglang", *name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(source), encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, code: str) -> str:
+    """Run code in a process of its own (a process serves one tree); returns what it printed."""
+    program = (
+        "import sys, importlib\n"
+        "from pathlib import Path\n"
+        "from conformance.sut.isolation import Isolation, StandInUsed\n"
+        f"root = Path({str(folder)!r})\n" + textwrap.dedent(code)
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+USER = """
+    from dataclasses import dataclass
+    from sglang.helper import Base, decorator, CONSTANT, parametrized
+    from sglang.enums import Mode
+    import sglang.other.deep as deep
+    import a_package_that_nobody_has
+    try:
+        import another_package_that_nobody_has
+        optional = True
+    except ImportError:
+        optional = False
+
+    LIMIT = CONSTANT + 1
+
+    @decorator
+    def plain(): return 1
+
+    @parametrized(level=3)
+    def leveled(): return 2
+
+    class Derived(Base):
+        def own(self): return 3
+
+    def annotated(x: Base | None, y: "Mode") -> Base: return x
+
+    def calls(): return deep.work(1)
+    def reads(): return Mode.FAST
+    def tests(): return bool(CONSTANT)
+    def asks(x): return isinstance(x, Base)
+    def lazily():
+        from sglang.lazy import thing
+        return thing
+    def lazily_real():
+        from sglang.real_lazy import VALUE
+        return VALUE
+"""
+
+LOAD = """
+    loader = Isolation(root, ["sglang.user", "sglang.real_lazy"], {})
+    loader.install()
+    user = importlib.import_module("sglang.user")
+    loader.seal()
+"""
+
+
+def test_real_code_runs_and_stand_ins_serve_its_imports(tmp_path: Path) -> None:
+    folder = tree(tmp_path, user=USER, helper="raise SystemError('must not load')")
+    printed = run(
+        folder,
+        LOAD
+        + """
+    print(user.plain(), user.leveled(), user.Derived().own(), user.optional)
+    print(sorted(loader.loaded), sorted(loader.missing))
+    print("sglang.helper.Base" in loader.inert)
+    """,
+    )
+    assert printed.splitlines() == [
+        "1 2 3 False",
+        "['sglang.user'] ['a_package_that_nobody_has']",
+        "True",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("calls()", "sglang.other.deep.work"),
+        ("reads()", "sglang.enums.Mode.FAST"),
+        ("tests()", "sglang.helper.CONSTANT"),
+        ("asks(1)", "sglang.helper.Base"),
+        ("lazily()", "sglang.lazy.thing"),
+        ("Derived().unknown", "sglang.helper.Base.unknown"),
+    ],
+)
+def test_a_stand_in_refuses_use_with_its_name_and_the_line(
+    tmp_path: Path, call: str, name: str
+) -> None:
+    folder = tree(tmp_path, user=USER)
+    printed = run(
+        folder,
+        LOAD
+        + f"""
+    try:
+        user.{call}
+    except StandInUsed as error:
+        print(error)
+    """,
+    )
+    assert name in printed
+    assert "only a stand-in" in printed
+    if "Derived" not in call:
+        assert "sglang.user:" in printed
+
+
+def test_real_modules_may_load_late(tmp_path: Path) -> None:
+    folder = tree(
+        tmp_path,
+        user=USER,
+        real_lazy="from sglang.helper import Other\nclass A(Other): pass\nVALUE = 5",
+    )
+    assert run(folder, LOAD + "\n    print(user.lazily_real())") == "5"
+
+
+def test_doubles_answer_by_module_or_anywhere(tmp_path: Path) -> None:
+    folder = tree(
+        tmp_path,
+        user="""
+            from sglang.a import ask
+            from sglang.b.c import tell
+            from sglang.d import tell as t2
+            """,
+    )
+    printed = run(
+        folder,
+        """
+    loader = Isolation(root, ["sglang.user"], {"*.ask": 1, "sglang.b.c.tell": 2})
+    loader.install()
+    import sglang.user as user
+    print(user.ask, user.tell, user.t2 == 2, sorted(loader.used_doubles))
+    """,
+    )
+    assert printed == "1 2 False ['sglang.a.ask', 'sglang.b.c.tell']"
+
+
+def test_edits_apply_in_memory_and_leave_the_tree_alone(tmp_path: Path) -> None:
+    folder = tree(tmp_path, user="def answer(): return 41")
+    before = (folder / "sglang" / "user.py").read_bytes()
+    printed = run(
+        folder,
+        """
+    import ast
+    def edit(module):
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant):
+                node.value += 1
+        return module
+    plain = Isolation(root, ["sglang.user"], {})
+    loader = Isolation(root, ["sglang.user"], {}, edits={"sglang.user": edit})
+    loader.install()
+    import sglang.user as user
+    print(user.answer())
+    """,
+    )
+    assert printed == "42"
+    assert (folder / "sglang" / "user.py").read_bytes() == before
+    assert not list(folder.rglob("__pycache__"))
+
+
+def test_a_moved_file_is_found_where_the_user_says(tmp_path: Path) -> None:
+    folder = tree(tmp_path, elsewhere__moved="VALUE = 7")
+    printed = run(
+        folder,
+        """
+    loader = Isolation(
+        root, ["sglang.user"], {}, relocated={"sglang.user": "sglang/elsewhere/moved.py"}
+    )
+    loader.install()
+    import sglang.user as user
+    print(user.VALUE)
+    """,
+    )
+    assert printed == "7"

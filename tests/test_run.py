@@ -1,0 +1,221 @@
+"""A run from end to end on the newest release: reports, determinism, waivers, dead workers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance import waivers
+from conformance.errors import UserError
+from conformance.pool import Job, Pool
+from conformance.report import document, files
+from conformance.runner import Profile, SuiteFault, TreeReport, check_trees, supported
+from conformance.sut.source import Tree
+from conformance.sut.worker import Config
+from generators.operations import Trace
+
+SMALL = Profile("small", 1_500, 700, 0)
+
+
+def report_of(tree: Tree, pool: Pool, **options: Any) -> TreeReport:
+    (report,) = check_trees([tree], options.pop("profile", SMALL), pool, **options)
+    return report
+
+
+def as_document(report: TreeReport, seed: int = 0) -> dict[str, Any]:
+    return document.document([report], label="0.5.23", profile="small", seed=seed, wild=False)
+
+
+@pytest.fixture(scope="module")
+def healthy(newest: Tree, pool: Pool) -> TreeReport:
+    return report_of(newest, pool, seed=5)
+
+
+def test_the_newest_release_conforms(healthy: TreeReport) -> None:
+    assert healthy.verdict == "conforms"
+    assert healthy.operations >= 2_200
+    assert healthy.calls > 2 * healthy.operations
+    assert "sglang.srt.managers.overlap_utils" in healthy.surface["real"]
+    assert healthy.surface["inert"]
+    assert any("is_cuda" in name for name in healthy.surface["doubles"])
+
+
+def test_the_same_seed_gives_the_same_report(healthy: TreeReport, newest: Tree, pool: Pool) -> None:
+    again = as_document(report_of(newest, pool, seed=5), 5)
+    first = as_document(healthy, 5)
+    assert first.pop("timings") is not None
+    assert again.pop("timings") is not None
+    assert again == first
+    other = as_document(report_of(newest, pool, seed=6), 6)
+    assert other["trees"][0]["reached"] != first["trees"][0]["reached"]
+
+
+def test_everything_the_tree_supports_is_named_and_a_missing_one_is_noticed(
+    healthy: TreeReport,
+) -> None:
+    names = supported(healthy.features(), wild=False)
+    assert "operation idle" in names
+    assert not any("wild" in name for name in names)
+    blind = replace(healthy, reached=healthy.reached.copy())
+    del blind.reached["operation retract"]
+    assert "operation retract" in blind.unreached(wild=False)
+    counts = healthy.clause_counts(wild=False)
+    assert counts["R1"] == healthy.reached["resolve"]
+
+
+@pytest.fixture(scope="module")
+def faulty(newest: Tree, pool: Pool) -> TreeReport:
+    return report_of(newest, pool, fault="merge-order-relayed")
+
+
+def test_a_fault_deviates_and_its_report_explains_it(
+    faulty: TreeReport, tmp_path: Path, newest: Tree, pool: Pool
+) -> None:
+    assert faulty.verdict == "deviates"
+    written = files.write(tmp_path, as_document(faulty))
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == "deviates"
+    assert report["schema"] == document.SCHEMA
+    assert report["totals"]["operations"] == faulty.operations
+    legal = [d for d in report["deviations"] if not d["waiver"]]
+    assert {(d["clause"], d["mode"]) for d in legal} >= {("M1", "legal")}
+
+    suites = ET.parse(tmp_path / "junit.xml").getroot()
+    failed = [
+        c.get("name", "")[:2] for c in suites.iter("testcase") if c.find("failure") is not None
+    ]
+    assert "M1" in failed
+    summary = (tmp_path / "summary.md").read_text()
+    assert "M1 wrong-owner" in summary
+    assert "Not covered" in summary
+
+    # The failure file alone replays: it deviates with the fault and conforms without.
+    path = written["0.5.23-M1-wrong-owner"]
+    trace = Trace.loads(path.read_text())
+    assert len(trace.operations) <= 6
+    for fault, deviates in (("merge-order-relayed", True), (None, False)):
+        config = Config(str(newest.root), debug=trace.header.debug, fault=fault)
+        (answer,) = pool.run([Job("replay", config, {"do": "replay", "trace": trace.as_json()})])
+        assert answer.result is not None
+        assert (answer.result["deviation"] is not None) is deviates
+
+
+def test_a_waiver_covers_exactly_what_its_witness_shows(
+    faulty: TreeReport, newest: Tree, pool: Pool
+) -> None:
+    (found,) = [
+        d for d in faulty.deviations if d["clause"] == "M1" and d["anomaly"] == "wrong-owner"
+    ]
+    waiver = waivers.Waiver(
+        "known",
+        "M1",
+        "wrong-owner",
+        found["trace"],
+        "link",
+        "reason",
+        "effect",
+        "all",
+        datetime.date.max,
+    )
+    report = report_of(newest, pool, fault="merge-order-relayed", waivers=[waiver])
+    assert report.waivers == {"known": "active"}
+    covered = [d for d in report.deviations if d["waiver"] == "known"]
+    assert [(d["clause"], d["anomaly"]) for d in covered] == [("M1", "wrong-owner")]
+    assert covered[0]["count"] > 1
+    # Waived traces go on: with the model resynchronized nothing else deviates.
+    assert report.verdict == "conforms"
+    assert report.operations >= 2_200
+
+    sound = report_of(newest, pool, waivers=[waiver])
+    assert sound.waivers == {"known": "stale"}
+    wrong = replace(waiver, anomaly="missing-row")
+    assert (
+        report_of(newest, pool, fault="merge-order-relayed", waivers=[wrong]).verdict == "deviates"
+    )
+
+
+def test_a_dead_worker_is_a_deviation_that_says_where_it_was(newest: Tree, pool: Pool) -> None:
+    killed: list[int] = []
+
+    def kill(job: Job, operations: int) -> None:
+        if not killed:
+            children = Path(f"/proc/{pool.server_pid}/task/{pool.server_pid}/children").read_text()
+            killed.append(int(children.split()[0]))
+            os.kill(killed[0], signal.SIGSEGV)
+
+    long = Profile("long", 5_000, 100, 0)
+    report = report_of(newest, pool, profile=long, progress=kill)
+    assert report.verdict == "deviates"
+    (crash,) = report.deviations
+    assert crash["anomaly"] == "crash"
+    assert crash["difference"]["observed"] == "signal 11 (SIGSEGV)"
+    trace = Trace.from_json(crash["trace"])
+    assert trace.operations[-1].op == crash["difference"]["call"]
+    # The pool goes on with the next job.
+    assert report.modes.keys() == {"debug on"}
+
+
+def test_a_tree_without_entry_points_says_so(tmp_path: Path, pool: Pool) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    tree = Tree("empty", tmp_path, "checkout")
+    with pytest.raises(UserError, match="overlap_utils") as error:
+        report_of(tree, pool)
+    assert error.value.exit_status == 125
+    assert "\n" not in str(error.value)
+    one, other = check_trees([tree, tree], SMALL, pool)
+    assert one.verdict == other.verdict == "no entry point"
+
+
+def test_a_suite_fault_is_told_from_a_deviation(newest: Tree, pool: Pool) -> None:
+    with pytest.raises(SuiteFault):
+        report_of(newest, pool, fault="no-such-fault")
+
+
+WAIVER = """
+[[waiver]]
+name = "a"
+clause = "R6"
+anomaly = "missing-error"
+witness = "w.json"
+link = "l"
+reason = "r"
+effect = "e"
+releases = "all"
+expires = 2999-01-01
+"""
+
+
+def test_waiver_files(tmp_path: Path) -> None:
+    path = tmp_path / "waivers.toml"
+    witness = next(Path(waivers.PACKAGED.parent, "witnesses").glob("*.json")).read_text()
+    (tmp_path / "w.json").write_text(witness)
+    path.write_text(WAIVER)
+    assert [w.name for w in waivers.load(path)] == ["a"]
+    assert waivers.load(path, today=datetime.date(2999, 1, 1)) == []
+    for change, reason in (
+        (("R6", "Z9"), "no clause 'Z9'"),
+        (('reason = "r"', ""), "'reason' is missing"),
+        (("2999-01-01", '"soon"'), "'expires' must be a date"),
+        (("w.json", "gone.json"), "gone.json"),
+        (("[[waiver]]", "[[waiver"), "not TOML"),
+    ):
+        path.write_text(WAIVER.replace(*change))
+        with pytest.raises(UserError, match=reason) as error:
+            waivers.load(path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="No such file"):
+        waivers.load(tmp_path / "none.toml")
+
+
+def test_packaged_waivers_are_sound() -> None:
+    for waiver in waivers.load():
+        assert waiver.link.startswith("https://")
+        assert len(waiver.effect) > 40
