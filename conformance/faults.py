@@ -628,7 +628,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "resolve-inputs-shifted",
-        "The input ids of a prefill lose their first element to the last place.",
+        "The input ids of a prefill are one too large.",
         (_inputs("Call", 0, "{0} + 1"),),
         ("I4", "wrong-value"),
     ),

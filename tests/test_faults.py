@@ -18,7 +18,7 @@ from conformance.faults import DROP, FAULTS, SWAP, Edit, Fault, InapplicableEdit
 from conformance.sut.source import locate
 from reference.clauses import CLAUSES
 
-OPERATIONS, SEED = 4000, 1
+OPERATIONS, SEED = 6000, 1
 LONGEST = 6  # operations in a shrunk trace
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
@@ -67,7 +67,7 @@ def run(root: Path, fault: Fault, faulty: bool) -> Found | None:
 def in_process(fault: Fault, *, faulty: bool) -> Found | None:
     """:func:`run` in a process forked from one that has loaded torch and nothing of SGLang."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "conformance.engine"])
+    context.set_forkserver_preload(["torch._inductor.config", "triton", "conformance.engine"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         root = locate(fault.release).root
         return pool.submit(run, root, fault, faulty).result(timeout=120)
