@@ -499,7 +499,7 @@ def _refuse_law(state: State, operation: Operation, _: Capabilities) -> str | No
         return f"there is no law {operation.law!r}"
     if operation.form not in ("relayed", "stored"):
         return f"there is no form {operation.form!r}"
-    if not rows or not state.decoded or state.prefill is not None:
+    if not rows or state.prefill is not None:
         return "there is no running batch to take copies of"
     if operation.law == "consume-twice" and not (state.header.debug and state.header.overlap):
         return "nothing is consumed without debug assertions and overlap"
@@ -524,7 +524,7 @@ def _refuse_law(state: State, operation: Operation, _: Capabilities) -> str | No
 
 def _draw_law(state: State, choose: Choices, _: Capabilities) -> Operation | None:
     rows = len(state.running)
-    if not rows or not state.decoded or state.prefill is not None:
+    if not rows or state.prefill is not None:
         return None
     law = LAWS[choose.below(len(LAWS))]
     if law == "consume-twice" and not (state.header.debug and state.header.overlap):
@@ -563,7 +563,7 @@ def _refuse_wild(state: State, operation: Operation, _: Capabilities) -> str | N
     assert isinstance(operation, Wild)
     if operation.use not in WILD_USES:
         return f"there is no wild use {operation.use!r}"
-    if not state.running or not state.decoded or state.prefill is not None:
+    if not state.running or state.prefill is not None:
         return "there is no running batch to take copies of"
     return None
 
@@ -667,7 +667,7 @@ RULES: dict[str, Rule] = {
         _refuse_law,
         _apply_nothing,
         _draw_law,
-        2,
+        4,
         "the contract of DFlashDraftInputV2.filter_batch and merge_batch as ScheduleBatch "
         "calls them, on copies",
     ),

@@ -13,6 +13,7 @@ from dataclasses import replace
 from generators.operations import (
     Admit,
     Adopt,
+    Filter,
     Finish,
     Header,
     Law,
@@ -164,6 +165,7 @@ def _candidates(trace: Trace, capabilities: Capabilities) -> Iterator[Trace]:
     for number in numbers:
         yield repair(header, _without(pairs, number), capabilities)
 
+    yield from _earlier_finishes(header, pairs, capabilities)
     yield from _simpler_operations(header, pairs, capabilities)
     yield from _simpler_headers(header, pairs, capabilities)
     yield _renumbered(trace, capabilities)
@@ -187,6 +189,18 @@ def _without(pairs: Pairs, number: int) -> Pairs:
     return left
 
 
+def _earlier_finishes(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:
+    """A request that ends before its batch is merged leaves with the merge: no filter is needed."""
+    filters = [i for i, (operation, _) in enumerate(pairs) if isinstance(operation, Filter)]
+    for end, (operation, accepted) in enumerate(pairs):
+        if isinstance(operation, Finish):
+            for leave in filters:
+                rest = [p for i, p in enumerate(pairs) if i not in (end, leave)]
+                for start in range(min(end, len(rest))):
+                    moved = [*rest[:start], (operation, accepted), *rest[start:]]
+                    yield repair(header, moved, capabilities)
+
+
 def _simpler_operations(
     header: Header, pairs: Pairs, capabilities: Capabilities
 ) -> Iterator[Trace]:
@@ -206,6 +220,7 @@ def _simpler(
                 yield operation, {**accepted, number: 0}
         if operation.redundant:
             yield replace(operation, redundant=()), accepted
+            yield Finish(operation.redundant[0]), {}
     elif isinstance(operation, Admit):
         if operation.chunk is not None:
             yield replace(operation, chunk=None), accepted

@@ -1,8 +1,7 @@
 """Traces drawn by Hypothesis (the only module that imports it).
 
-Hypothesis decides the structure: one integer per operation, from which the protocol's choices are
-taken digit by digit. Token values are not drawn at all; they follow from the header's seed. One
-draw per value would cost several times as much as replaying the trace.
+Hypothesis decides the structure: a word of bytes per operation, from which the protocol's choices
+are taken digit by digit. Token values are not drawn at all; they follow from the header's seed.
 """
 
 from __future__ import annotations
@@ -38,18 +37,16 @@ class Digits:
         return digit
 
 
-_ONE = st.integers(0, _ENTROPY - 1)
+_WORD = 8
+"""Bytes of structure per operation."""
+
 _POOLS = (2, 3, 4, 5, 6, 8, 9, 17, 33, 65, 129, 257, 513)
 _BLOCKS = (1, 2, 3, 4, 5, 8, 16, 32)
 _PAGES = (1, 16, 64)
 
 
-@st.composite
-def headers(
-    draw_: st.DrawFn, capabilities: Capabilities, *, debug: bool = False, compiled: bool = False
-) -> Header:
-    """Settings of a trace; small pools are as likely as large ones."""
-    digits = Digits(draw_(_ONE))
+def _header(digits: Digits, capabilities: Capabilities, *, debug: bool, compiled: bool) -> Header:
+    """Settings of a trace; most pools are small, so that slots are reused."""
     large = digits.below(8) == 7
     return Header(
         pool=_POOLS[digits.below(len(_POOLS) if large else 8)],
@@ -75,12 +72,20 @@ def traces(
     longest: int = 120,
 ) -> Trace:
     """Legal traces (with `wild`, also with wild operations) of at most `longest` operations."""
-    header = draw_(headers(capabilities, debug=debug, compiled=compiled))
-    length = 1 + draw_(_ONE) % longest
+    length = draw_(st.integers(1, longest))
+    # One draw for the whole structure. With a draw per operation Hypothesis would spend most of
+    # its examples on copying operations about within the example before.
+    size = _WORD * (length + 1)
+    tape = draw_(st.binary(min_size=size, max_size=size))
+    words = [
+        Digits(int.from_bytes(tape[start : start + _WORD], "big"))
+        for start in range(0, size, _WORD)
+    ]
+    header = _header(words[0], capabilities, debug=debug, compiled=compiled)
     state = State(header)
     operations = []
-    for _ in range(length):
-        operation = draw(state, Digits(draw_(_ONE)), capabilities, wild=wild)
+    for digits in words[1:]:
+        operation = draw(state, digits, capabilities, wild=wild)
         state.apply(operation)
         operations.append(operation)
     return Trace(header, tuple(operations))

@@ -124,7 +124,7 @@ ILLEGAL: list[tuple[list[Operation], str]] = [
     ([ADMIT, Adopt(), Retract((4,))], "do not run"),
     ([ADMIT, Idle("prefill")], "has not been merged"),
     ([ADMIT, Adopt(), Idle("decode")], "decodes when the others do"),
-    ([ADMIT, Adopt(), Law("filter", keep=(0,))], "no running batch"),
+    ([ADMIT, Law("filter", keep=(0,))], "no running batch"),
     ([ADMIT, Adopt(), Step((0, 0)), Law("filter", keep=(2,))], "do not run"),
     ([ADMIT, Adopt(), Step((0, 0)), Law("consume-twice")], "without debug"),
 ]

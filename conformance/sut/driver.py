@@ -336,7 +336,7 @@ class Driver:
                 undeclared=self._undeclared("draft", draft),
             )
             if self.header.overlap:
-                signals = self._signals()
+                signals = None if effect.slots else self._signals()
                 self._call("publish", self.relay.publish, slots, lengths)
                 self._observe("publish", **self._relay_aspects(), **self._copies(lengths))
                 self._call("stash", self.relay.stash, slots, self.surface.payload(draft))
@@ -346,7 +346,7 @@ class Driver:
                     **self._relay_aspects(),
                     **self._copies(tokens),
                 )
-                if not effect.slots:
+                if signals is not None:
                     self._observe("idle-signals", unchanged=self._signals() == signals)
         self._observe("restore", changed=self._changed(before, self._batch_values(batch)))
         batch.input_ids = None

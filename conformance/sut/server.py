@@ -17,6 +17,7 @@ def preload() -> None:
     """Import what every worker needs; nothing here may start a thread."""
     import hypothesis  # noqa: F401
     import torch
+    import torch._inductor.config  # deterministic mode asks for it, and it takes a second
     import triton  # noqa: F401
 
     import conformance.engine
