@@ -223,7 +223,8 @@ class Fault:
         name: unique, for people and test ids.
         summary: the bug as a maintainer would describe it.
         edits: what makes a correct tree have it.
-        expect: (clause, anomaly) that the engine must report first.
+        expect: (clause, anomaly) that the engine must report.
+        also: names that are as right, where an operation that meets the bug first has another.
         release: the tree that the edits are written for.
         debug: whether it shows under the tree's debug assertions only.
     """
@@ -234,6 +235,7 @@ class Fault:
     expect: tuple[str, str]
     release: str = "0.5.23"
     debug: bool = False
+    also: tuple[tuple[str, str], ...] = ()
 
 
 _SRT = "sglang.srt"
@@ -658,12 +660,14 @@ FAULTS: tuple[Fault, ...] = (
         "An idle draft input has hidden states of rank 1.",
         (_idle("Call", 5, "{0}.flatten()"),),
         ("I1", "wrong-type"),
+        also=(("I2", "wrong-type"),),
     ),
     Fault(
         "idle-one-row",
         "An idle draft input has one row of bonus tokens.",
         (_idle("Tuple", 2, "(1,)"),),
         ("I1", "phantom-row"),
+        also=(("I2", "phantom-row"),),
     ),
     Fault(
         "idle-right-drops",
@@ -694,12 +698,14 @@ FAULTS: tuple[Fault, ...] = (
         "A filter of stored rows forgets the bonus tokens.",
         (_filter("Assign", 6, DROP),),
         ("F1", "phantom-row"),
+        also=(("F1", "wrong-owner"),),
     ),
     Fault(
         "filter-reversed",
         "A filter returns the rows in reverse order.",
         (_filter("Subscript", 2, "{1}[{2}.flip(0)]"),),
         ("F1", "wrong-owner"),
+        also=(("F4", "wrong-owner"),),
     ),
     Fault(
         "filter-one-leaves",
@@ -747,6 +753,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         ("F4", "missing-row"),
+        also=(("F1", "missing-row"),),
     ),
     Fault(
         "filter-host-path",
@@ -828,6 +835,7 @@ FAULTS: tuple[Fault, ...] = (
         "The sum of the merged host mirror is the left side's.",
         (_merge("Assign", 1, DROP),),
         ("M4", "wrong-value"),
+        also=(("I2", "wrong-value"),),
     ),
     Fault(
         "merge-mirror-order",
@@ -871,6 +879,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         ("M7", "wrong-type"),
+        also=(("R1", "unexpected-error"),),
     ),
     # The batch, the builder, the scheduler.
     Fault(

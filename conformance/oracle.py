@@ -92,6 +92,7 @@ class Oracle:
             poison_tokens=facts.poison_tokens,
             poison_lengths=facts.poison_lengths,
         )
+        self._all_channels = set(facts.channels) == {"tokens", "lengths"}
         self.running: _Batch | None = None
         self.prefill: _Batch | None = None
         self.started = False
@@ -138,8 +139,11 @@ class Oracle:
         return torch.tensor(values, dtype=dtype, device=self.facts.device)
 
     def _relay_aspects(self) -> dict[str, Any]:
-        channels = {"tokens": self.relay.tokens, "lengths": self.relay.lengths}
-        return {f"relay_{name}": channels[name] for name in self.facts.channels}
+        aspects = {"relay_tokens": self.relay.tokens, "relay_lengths": self.relay.lengths}
+        return aspects if self._all_channels else self._recognised(aspects)
+
+    def _recognised(self, aspects: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in aspects.items() if k.removeprefix("relay_") in self.facts.channels}
 
     def _forward(self, effect: Effect, slots: Tensor) -> Generator[Observation, None, DraftInput]:
         """What a forward hands over: build, publish, stash, restore."""
@@ -155,7 +159,7 @@ class Oracle:
             yield _expect("stash", **self._relay_aspects(), copied=True)
             if not effect.slots:
                 yield _expect("idle-signals", unchanged=True)
-            draft = replace(draft, future_indices=slots)
+            draft = draft_input.relayed(draft, slots)
         yield _expect("restore", changed=[])
         return draft
 

@@ -723,25 +723,54 @@ SITUATIONS: dict[str, str] = {
 
 def situations(state: State, operation: Operation) -> list[str]:
     """Which of :data:`SITUATIONS` the operation is about to reach in `state`."""
-    found = []
-    if isinstance(operation, Step):
-        rows = len(state.running)
-        found += ["first step"] * (not state.decoded) + ["one row"] * (rows == 1)
-        found += ["many rows"] * (rows >= 16) + ["full pool"] * (not state.free)
-    elif isinstance(operation, Admit):
-        fresh = [(r, slot) for r, slot, _ in operation.rows if r not in state.live]
-        found += ["reused slot"] * any(slot in state.used for _, slot in fresh)
-        found += ["generation"] * any(r in state.generations for r, _ in fresh)
-        found += ["skipped step"] * bool(state.running)
-    elif isinstance(operation, Filter) and all(r.finished for r in state.running):
-        found.append("emptied batch")
-    elif isinstance(operation, Adopt | Merge):
-        assert state.prefill is not None
-        if all(r.finished or r is state.chunked for r in state.prefill):
-            found.append("emptied prefill")
-    elif isinstance(operation, Idle) and not state.operations:
-        found.append("idle first")
+    look = _LOOK.get(type(operation))
+    return look(state, operation) if look is not None else []
+
+
+def _at_step(state: State, operation: Operation) -> list[str]:
+    rows = len(state.running)
+    found = [] if state.decoded else ["first step"]
+    if rows == 1:
+        found.append("one row")
+    elif rows >= 16:
+        found.append("many rows")
+    if not state.free:
+        found.append("full pool")
     return found
+
+
+def _at_admit(state: State, operation: Operation) -> list[str]:
+    assert isinstance(operation, Admit)
+    found = ["skipped step"] if state.running else []
+    fresh = [(number, slot) for number, slot, _ in operation.rows if number not in state.live]
+    if any(slot in state.used for _, slot in fresh):
+        found.append("reused slot")
+    if any(number in state.generations for number, _ in fresh):
+        found.append("generation")
+    return found
+
+
+def _at_filter(state: State, operation: Operation) -> list[str]:
+    return ["emptied batch"] if all(r.finished for r in state.running) else []
+
+
+def _at_absorb(state: State, operation: Operation) -> list[str]:
+    leave = all(r.finished or r is state.chunked for r in state.prefill or ())
+    return ["emptied prefill"] if leave else []
+
+
+def _at_idle(state: State, operation: Operation) -> list[str]:
+    return [] if state.operations else ["idle first"]
+
+
+_LOOK: dict[type[Operation], Callable[[State, Operation], list[str]]] = {
+    Step: _at_step,
+    Admit: _at_admit,
+    Filter: _at_filter,
+    Adopt: _at_absorb,
+    Merge: _at_absorb,
+    Idle: _at_idle,
+}
 
 
 def check(trace: Trace, capabilities: Capabilities) -> None:

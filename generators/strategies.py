@@ -47,7 +47,7 @@ _PAGES = (1, 16, 64)
 
 def _header(digits: Digits, capabilities: Capabilities, *, debug: bool, compiled: bool) -> Header:
     """Settings of a trace; most pools are small, so that slots are reused."""
-    large = digits.below(8) == 7
+    large = digits.below(16) == 15
     return Header(
         pool=_POOLS[digits.below(len(_POOLS) if large else 8)],
         block=_BLOCKS[digits.below(len(_BLOCKS))],

@@ -23,7 +23,7 @@ def _edges(bits: int) -> list[int]:
     return [edge for edge in edges if edge < 1 << bits]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Write:
     """Who wrote a value: the operation (index into the trace), request, generation and step."""
 

@@ -67,6 +67,19 @@ def live(tokens: Tensor, lengths: Tensor) -> DraftInput:
     return DraftInput(tokens, lengths.to(torch.int64), *_unused(tokens.shape[0], tokens.device))
 
 
+def relayed(draft: DraftInput, slots: Tensor) -> DraftInput:
+    """The same draft input after dispatch: its rows are to be found at ``slots`` (n,) int64."""
+    return DraftInput(
+        draft.tokens,
+        draft.lengths,
+        draft.topk_p,
+        draft.topk_index,
+        draft.hidden_states,
+        slots,
+        draft.mirrors,
+    )
+
+
 @lru_cache
 def _unused(n: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The three fields DFlash does not use: n rows, no columns; shared, as they hold nothing."""

@@ -96,8 +96,8 @@ class _Tree:
 
 
 def storage(tensor: Tensor) -> int:
-    """Address of the tensor's storage; two tensors alias if these are equal and not 0."""
-    return tensor.untyped_storage().data_ptr()
+    """Address of the tensor's storage; tensors with equal ones alias. Empty ones have none: -1."""
+    return tensor.untyped_storage().data_ptr() or -1
 
 
 class Driver:
@@ -151,6 +151,7 @@ class Driver:
             )
             if buffer is not None
         ]
+        self._relay_names = [(f"relay_{name}", buffer) for name, buffer in self._channels]
         self._perform: dict[type[Operation], Callable[[Any, Effect], None]] = {
             Admit: self._admit,
             Adopt: self._absorb,
@@ -224,7 +225,8 @@ class Driver:
         return tuple(k for k, v in vars(self.relay).items() if isinstance(v, Tensor))
 
     def _relay_aspects(self) -> dict[str, Any]:
-        return {f"relay_{name}": value for name, value in self.channels().items()}
+        held = vars(self.relay)
+        return {aspect: held[buffer] for aspect, buffer in self._relay_names if buffer in held}
 
     def _signals(self) -> tuple[Any, ...]:
         """Signals of the relay: its event's recordings, whether it is armed, its buffers."""
@@ -338,13 +340,13 @@ class Driver:
             if self.header.overlap:
                 signals = None if effect.slots else self._signals()
                 self._call("publish", self.relay.publish, slots, lengths)
-                self._observe("publish", **self._relay_aspects(), **self._copies(lengths))
+                self._observe("publish", **self._relay_aspects(), copied=self._copied(lengths))
                 self._call("stash", self.relay.stash, slots, self.surface.payload(draft))
                 tokens = getattr(draft, self._token_field)
                 self._observe(
                     "stash",
                     **self._relay_aspects(),
-                    **self._copies(tokens),
+                    copied=self._copied(tokens),
                 )
                 if signals is not None:
                     self._observe("idle-signals", unchanged=self._signals() == signals)
@@ -359,12 +361,12 @@ class Driver:
                 batch.seq_lens_cpu = lengths.to("cpu")
                 batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
 
-    def _copies(self, source: Tensor) -> dict[str, bool]:
-        address = storage(source)
-        return {
-            "copied": address == 0
-            or all(storage(buffer) != address for buffer in self.channels().values())
-        }
+    def _channel_storages(self) -> list[int]:
+        return [storage(buffer) for buffer in self.channels().values()]
+
+    def _copied(self, source: Tensor) -> bool:
+        """Whether the relay shares no storage with what was just written to it."""
+        return storage(source) not in self._channel_storages()
 
     # -- operations -----------------------------------------------------------------------------
 
@@ -420,16 +422,14 @@ class Driver:
             return
         running = self.running
         right = copy.copy(batch.spec_info)
-        right_values = {
-            k: v.clone() for k, v in vars(right).items() if isinstance(v, Tensor) and "buf" not in k
-        }
+        right_values = {k: v.clone() for k, v in self._live_tensors(right).items()}
         held = self._hold(running)
         forms = [d.future_indices is not None for d in (running.spec_info, right)]
         self._call("merge", running.merge_batch, batch)
         other = batch.spec_info
         intact = all(torch.equal(getattr(other, k), v) for k, v in right_values.items())
         mine = self._live_tensors(running.spec_info)
-        theirs = {storage(t) for t in self._live_tensors(other).values()} - {0}
+        theirs = {storage(t) for t in self._live_tensors(other).values()} - {-1}
         self._observe_rows(
             "merge",
             running,
@@ -468,10 +468,11 @@ class Driver:
         self._resolve("resolve", batch)
         draft = batch.spec_info
         tokens = getattr(draft, self._token_field)
+        held = self._channel_storages()
         aliased = [
             what
             for what, value in (("tokens", tokens), ("lengths", batch.seq_lens))
-            if storage(value) in {storage(b) for b in self.channels().values()}
+            if storage(value) in held
         ]
         self._observe(
             "resolve",
@@ -620,7 +621,7 @@ class Driver:
         before = {k: v.clone() for k, v in self._live_tensors(right).items()}
         self._call(call, left.merge_batch, right)
         after = self._live_tensors(right)
-        theirs = {storage(t) for t in after.values()} - {0}
+        theirs = {storage(t) for t in after.values()} - {-1}
         self._observe_draft(
             call,
             left,

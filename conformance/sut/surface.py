@@ -383,9 +383,9 @@ def make_draft_input(
     prefill: bool = False,
     **mirrors: Any,
 ) -> Any:
-    """A live draft input from the worker's own builder; `mirrors` where the builder takes them."""
+    """A live draft input from the worker's own builder; `mirrors` if the builder takes them."""
     accepted = surface.prefill_arguments if prefill else surface.decode_arguments
-    extra = {name: value for name, value in mirrors.items() if name in accepted}
+    extra = mirrors if mirrors.keys() <= accepted else {}
     extra[surface.token_argument] = tokens
     if prefill:
         extra["seq_lens"] = lengths
