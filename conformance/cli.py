@@ -6,6 +6,7 @@ Imports nothing heavy before a command needs it: ``--help`` and ``clauses`` answ
 from __future__ import annotations
 
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from conformance.sut.source import Tree
+    from conformance.waivers import Waiver
 
 _EPILOG = """\b
 Exit status:
@@ -24,7 +26,8 @@ Exit status:
   1    a deviation
   2    the request or the environment is wrong
   3    a fault of the suite itself
-  125  the tree has no entry point any more (git bisect skips it)
+  125  the tree cannot be tested: no entry point any more, or it needs what
+       the harness lacks (git bisect skips it)
 """
 
 
@@ -71,6 +74,14 @@ def _tree_options(command: Any) -> Any:
     return command
 
 
+_waivers_option = click.option(
+    "--waivers",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Further waivers, beside the packaged ones.",
+)
+
+
 def _run_options(command: Any) -> Any:
     """Options shared by run and matrix."""
     for option in reversed(
@@ -92,12 +103,7 @@ def _run_options(command: Any) -> Any:
                 metavar="DIR",
                 help="Write report.json, junit.xml, summary.md and failures/ there.",
             ),
-            click.option(
-                "--waivers",
-                type=click.Path(path_type=Path),
-                metavar="FILE",
-                help="Further waivers, beside the packaged ones.",
-            ),
+            _waivers_option,
         )
     ):
         command = option(command)
@@ -152,16 +158,13 @@ def _check(
     label: str | None = None,
     **tree_options: Any,
 ) -> int:
-    from conformance import waivers as waiver_files
     from conformance.pool import Pool
     from conformance.report import document, files, terminal
     from conformance.runner import PROFILES, SuiteFault, check_trees
 
     console = _console()
     trees, relocated, declared = _trees(specs, console, **tree_options)
-    accepted = waiver_files.load()
-    if waivers is not None:
-        accepted += waiver_files.load(waivers)
+    accepted = _accepted(waivers)
     if report is not None:
         files.open_folder(report)
     budget = PROFILES[profile]
@@ -194,20 +197,25 @@ def _check(
     )
     written = files.write(report, result) if report is not None else {}
     terminal.show(console, result, written)
+    # Traces that end at a deviation do not reach everything; a run that found nothing must.
     unreached = [
         f"{r.tree.label}: {name}"
         for r in reports
-        if not r.refusal
+        if r.verdict == "conforms"
         for name in r.unreached(wild=wild)
     ]
     if unreached:
         raise SuiteFault(f"never reached: {', '.join(unreached)}")
+    if result["verdict"] == "no entry point":
+        return max(r.status for r in reports)
     return 1 if result["verdict"] == "deviates" else 0
 
 
 @cli.command()
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE.json")
 @click.option("--sglang", metavar="TREE", help="Default: newest supported release.")
+@click.option("--wild", is_flag=True, help="Also where the tree's scheduler would not issue it.")
+@_waivers_option
 @_tree_options
 def replay(trace: Path, sglang: str | None, **options: Any) -> None:
     """Replay one trace, from a failures/ file or written by hand, on any tree.
@@ -219,8 +227,9 @@ def replay(trace: Path, sglang: str | None, **options: Any) -> None:
     sys.exit(_replay(trace, sglang, **options))
 
 
-def _replay(path: Path, sglang: str | None, **tree_options: Any) -> int:
-    from conformance import waivers as waiver_files
+def _replay(
+    path: Path, sglang: str | None, *, wild: bool, waivers: Path | None, **tree_options: Any
+) -> int:
     from conformance.pool import Job, Pool
     from conformance.report import explain
     from conformance.runner import SuiteFault, crash_deviation
@@ -243,7 +252,14 @@ def _replay(path: Path, sglang: str | None, **tree_options: Any) -> int:
         relocated=relocated,
         declared=declared,
     )
-    job = Job(tree.label, config, {"do": "replay", "trace": parsed.as_json()})
+    wild = wild or any(operation.wild for operation in parsed.operations)
+    request = {
+        "do": "replay",
+        "trace": parsed.as_json(),
+        "wild": wild,
+        "waivers": [waiver.request() for waiver in _accepted(waivers)],
+    }
+    job = Job(tree.label, config, request)
     with Pool(_cache(), size=1) as pool:
         (answer,) = pool.run([job])
     if answer.error is not None:
@@ -257,10 +273,6 @@ def _replay(path: Path, sglang: str | None, **tree_options: Any) -> int:
         console.print(parsed.header.line(), *parsed.lines(), sep="\n", highlight=False)
         console.print(f"[green]conforms[/]: {tree.label}", highlight=False)
         return 0
-    for waiver in waiver_files.load():
-        same = (waiver.clause, waiver.anomaly) == (deviation["clause"], deviation["anomaly"])
-        if same and waiver.trace == parsed.as_json():
-            deviation["waiver"] = waiver.name
     console.print(f"[bold]{explain.headline(deviation)}[/]  on {tree.label}", highlight=False)
     for line in explain.lines(deviation):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -290,9 +302,18 @@ def fetch(releases: tuple[str, ...], offline: bool) -> None:
     from conformance.sut.source import locate, release_range
 
     for text in releases:
-        names = release_range(text) if ".." in text else [text]
-        for name in names:
-            click.echo(f"{name}  {locate(name, offline=offline).root}")
+        for name in release_range(text) if ".." in text else [text]:
+            tree = locate(name, offline=offline)
+            if tree.kind != "release":
+                raise UserError(f"{name} is not a release; there is nothing to fetch")
+            click.echo(f"{name}  {tree.root}")
+
+
+def _accepted(further: Path | None) -> list[Waiver]:
+    """The packaged waivers and the user's."""
+    from conformance import waivers
+
+    return waivers.load() + (waivers.load(further) if further is not None else [])
 
 
 def _console() -> Console:
@@ -347,6 +368,10 @@ def main() -> None:
         sys.exit(130)
     except SuiteFault as error:
         click.echo(f"fault of the suite: {error}", err=True)
+        sys.exit(3)
+    except Exception as error:
+        click.echo(f"fault of the suite: {type(error).__name__}: {error}", err=True)
+        traceback.print_exc()
         sys.exit(3)
 
 

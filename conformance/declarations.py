@@ -14,7 +14,7 @@ def read_declarations(path: Path) -> list[list[str]]:
     """Census records of a TOML file: ``[[field]]`` tables of ``owner``, ``name`` and ``kind``.
 
     Returns:
-        ``[owner, name, kind]`` per record.
+        ``[owner, name, kind]`` per record, and for a mirror the attribute with its sum.
 
     Raises:
         UserError: the file is missing or malformed, in one line.
@@ -34,7 +34,10 @@ def read_declarations(path: Path) -> list[list[str]]:
                 f"--declare {path}: a [[field]] needs owner (draft or relay), name, and kind "
                 f"({', '.join(KINDS)})"
             )
-        records.append([str(owner), name, str(kind)])
+        sums = table.get("sums")
+        if sums is not None and (kind != "mirror" or not isinstance(sums, str)):
+            raise UserError(f"--declare {path}: 'sums' names the attribute with a mirror's sum")
+        records.append([str(owner), name, str(kind), *([sums] if sums else [])])
     return records
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from conformance.replay import Player, Replay
+from conformance.replay import Player
 from conformance.sut.surface import Surface
 from conformance.verdict import Difference
 from generators.operations import Trace
@@ -42,7 +42,7 @@ class Deviation:
     waiver: str | None = None
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         return (self.clause, self.anomaly, self.mode)
 
     def as_json(self) -> dict[str, Any]:
@@ -78,14 +78,27 @@ Waived = frozenset[tuple[str, str]]
 def capabilities_for(surface: Surface, *, wild: bool) -> Capabilities:
     """What the protocol may issue on this tree; in wild mode everything."""
     found = surface.capabilities
-    return Capabilities(idle=True, token_bits=found.token_bits) if wild else found
+    return Capabilities(token_bits=found.token_bits) if wild else found
 
 
 def mode_of(surface: Surface, trace: Trace, operation: int) -> str:
-    """Whether the operation that failed is one the scheduler issues on this tree."""
-    entry = trace.operations[operation]
-    idle = entry.op == "idle" and not surface.capabilities.idle
-    return "wild" if entry.wild or idle else "legal"
+    """Whether the scheduler of this tree issues what led to a difference at `operation`.
+
+    Wild uses work on copies, so only one that differs itself is to blame; an idle step on a tree
+    without idle batches may show later.
+    """
+    until = trace.operations[: operation + 1]
+    idle = not surface.capabilities.idle and any(entry.op == "idle" for entry in until)
+    return "wild" if until[-1].wild or idle else "legal"
+
+
+Key = tuple[str, str, str]
+"""(clause, anomaly, mode): what makes two deviations the same."""
+
+
+def key_of(surface: Surface, trace: Trace, operation: int, difference: Difference) -> Key:
+    """The name of a difference at `operation`."""
+    return (difference.clause, difference.anomaly, mode_of(surface, trace, operation))
 
 
 def check(
@@ -116,7 +129,7 @@ def check(
     result = Result()
     player = Player(surface, reached=result.reached, waived=waived)
     capabilities = capabilities_for(surface, wild=wild)
-    found: dict[tuple[str, str, str], Deviation] = {}
+    found: dict[Key, Deviation] = {}
 
     def consume(trace: Trace) -> None:
         note = (lambda index: recorder(trace, index)) if recorder is not None else None
@@ -126,16 +139,13 @@ def check(
         result.calls += replay.calls
         for index, difference in replay.waived:
             _record(found, surface, trace, index, difference)
-        if replay.difference is not None:
-            key = (
-                replay.difference.clause,
-                replay.difference.anomaly,
-                mode_of(surface, trace, replay.operation),
-            )
+        ends = [(replay.operation, replay.difference)] if replay.difference is not None else []
+        for index, difference in [*replay.reported, *ends]:
+            key = key_of(surface, trace, index, difference)
             if key in found:
                 found[key].count += 1
             else:
-                found[key] = minimize(surface, trace, replay, capabilities)
+                found[key] = minimize(surface, trace, index, difference, capabilities)
         if progress is not None:
             progress(result.operations, len(found))
         if result.operations >= operations or (stop_at_first and found):
@@ -147,15 +157,29 @@ def check(
     return result
 
 
+def survey(surface: Surface, *, operations: int, seed: int) -> None:
+    """Replay random traces without judging what they show: for tracing what they execute."""
+    player = Player(surface)
+    done = 0
+
+    def consume(trace: Trace) -> None:
+        nonlocal done
+        done += player.replay(trace).operations
+        if done >= operations:
+            raise Enough
+
+    generate(traces(surface.capabilities, debug=surface.debug), seed, consume)
+
+
 def _record(
-    found: dict[tuple[str, str, str], Deviation],
+    found: dict[Key, Deviation],
     surface: Surface,
     trace: Trace,
     index: int,
     difference: Difference,
 ) -> None:
     """Count a waived difference; its witness is the waiver's, so nothing is shrunk."""
-    key = (difference.clause, difference.anomaly, mode_of(surface, trace, index))
+    key = key_of(surface, trace, index, difference)
     if key in found:
         found[key].count += 1
     else:
@@ -164,40 +188,35 @@ def _record(
 
 
 def minimize(
-    surface: Surface, trace: Trace, replay: Replay, capabilities: Capabilities
+    surface: Surface,
+    trace: Trace,
+    operation: int,
+    difference: Difference,
+    capabilities: Capabilities,
 ) -> Deviation:
     """Shrink a failing trace, keeping clause, anomaly and mode, and describe what it shows."""
-    assert replay.difference is not None
-    mode = mode_of(surface, trace, replay.operation)
-    goal = (replay.difference.clause, replay.difference.anomaly, mode)
+    goal = key_of(surface, trace, operation, difference)
     player = Player(surface)
 
     def failure(candidate: Trace) -> Difference | None:
         again = player.replay(candidate)
-        if again.difference is None:
-            return None
-        key = (
-            again.difference.clause,
-            again.difference.anomaly,
-            mode_of(surface, candidate, again.operation),
-        )
-        return again.difference if key == goal else None
+        ends = [(again.operation, again.difference)] if again.difference is not None else []
+        for index, other in [*again.reported, *ends]:
+            if key_of(surface, candidate, index, other) == goal:
+                return other
+        return None
 
-    cut = Trace(trace.header, trace.operations[: replay.operation + 1])
+    cut = Trace(trace.header, trace.operations[: operation + 1])
     small = shrink(cut, lambda candidate: failure(candidate) is not None, capabilities)
-    difference = failure(small)
-    if difference is None:  # the tree answers differently from one time to the next
-        small, difference = cut, replay.difference
-    return Deviation(*goal, difference, small)
+    # A tree that answers differently from one time to the next keeps its first answer.
+    return Deviation(*goal, failure(small) or difference, small)
 
 
 def replay_one(surface: Surface, trace: Trace) -> Deviation | None:
     """Replay a trace from a file; the deviation it shows, unshrunk, or None."""
     replay = Player(surface).replay(trace)
-    if replay.difference is None:
-        return None
-    cut = Trace(trace.header, trace.operations[: replay.operation + 1])
-    mode = mode_of(surface, trace, replay.operation)
-    return Deviation(
-        replay.difference.clause, replay.difference.anomaly, mode, replay.difference, cut
-    )
+    ends = [(replay.operation, replay.difference)] if replay.difference is not None else []
+    for index, difference in [*ends, *replay.reported]:
+        cut = Trace(trace.header, trace.operations[: index + 1])
+        return Deviation(*key_of(surface, trace, index, difference), difference, cut)
+    return None

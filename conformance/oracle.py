@@ -156,7 +156,7 @@ class Oracle:
             yield _expect("publish", **self._relay_aspects(), copied=True)
             if effect.slots:
                 self.relay.stash(slots, draft.tokens)
-            yield _expect("stash", **self._relay_aspects(), copied=True)
+            yield _expect("stash", **self._relay_aspects(), copied=True, undeclared=[])
             if not effect.slots:
                 yield _expect("idle-signals", unchanged=True)
             draft = draft_input.relayed(draft, slots)
@@ -305,10 +305,14 @@ class Oracle:
             yield _expect("idle-input", layout=None)
             return
         if law == "consume-twice":
-            outcomes = {"tokens": [False, True]}
+            outcomes = {"tokens": [True, True]}
             if self.facts.poison_lengths:
-                outcomes["lengths"] = [False, True]
+                outcomes["lengths"] = [True, True]
             yield _expect("consume-twice", **outcomes)
+            return
+        if law == "resolve-nothing":
+            nothing = self._tensor([])
+            yield _expect("resolve-nothing", seq_lens=nothing, **self._relay_aspects())
             return
         whole = self._operand(operation, effect, rows)
         if law in ("filter", "compose"):
@@ -383,8 +387,11 @@ def _expect(call: str, **aspects: Any) -> Observation:
     return Observation(call, aspects)
 
 
-def _widths(draft: DraftInput) -> list[tuple[int, ...]]:
-    """Shapes of the five stored tensors, in the order of the tree's fields."""
-    order = ("topk_p", "topk_index", "tokens", "lengths", "hidden_states")
-    assert set(order) == set(STORED)
-    return [tuple(getattr(draft, name).shape) for name in order]
+_ORDER = ("topk_p", "topk_index", "tokens", "lengths", "hidden_states")
+assert set(_ORDER) == set(STORED)
+
+
+def _widths(draft: DraftInput) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the five stored tensors, in the order of the tree's fields."""
+    tensors = [getattr(draft, name) for name in _ORDER]
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]

@@ -18,8 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the conformance suite."""
     group = parser.getgroup("dflash-conformance")
     group.addoption("--sglang", action="append", metavar="TREE", help="tree to check, repeatable")
-    group.addoption("--profile", default="quick", help="quick, pr or nightly")
-    group.addoption("--seed", type=int, default=0, help="seed of the generated traces")
+    group.addoption(
+        "--dflash-profile", default="quick", choices=["quick", "pr", "nightly"], help="budget"
+    )
+    group.addoption("--dflash-seed", type=int, default=0, help="seed of the generated traces")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,9 +40,9 @@ def tree_report(request: pytest.FixtureRequest) -> TreeReport:
     with Pool(cache_root()) as pool:
         (report,) = check_trees(
             [locate(request.param)],
-            PROFILES[request.config.getoption("--profile")],
+            PROFILES[request.config.getoption("--dflash-profile")],
             pool,
-            seed=request.config.getoption("--seed"),
+            seed=request.config.getoption("--dflash-seed"),
             waivers=waivers.load(),
         )
     return report

@@ -107,7 +107,7 @@ class Pool:
 
     def __init__(self, cache: Path, size: int | None = None) -> None:
         self.cache = cache
-        self.size = size or len(os.sched_getaffinity(0))
+        self.size = size or os.cpu_count() or 1
         self._exits: dict[int, int] = {}
         self._started: list[int] = []
         self._control_buffer = b""

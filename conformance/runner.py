@@ -18,7 +18,7 @@ from conformance.sut import lines
 from conformance.sut.source import Tree
 from conformance.sut.worker import Config
 from conformance.waivers import Waiver
-from generators.operations import LAWS, WILD_USES
+from generators.operations import ALPHABET, LAWS, WILD_USES
 from generators.protocol import SITUATIONS
 from reference.clauses import CLAUSES
 
@@ -75,6 +75,7 @@ class TreeReport:
     modes: dict[str, int] = field(default_factory=dict)
     unexecuted: dict[str, dict[str, list[int]]] | None = None
     refusal: str | None = None
+    status: int = 0
     seconds: float = 0.0
 
     @property
@@ -89,8 +90,10 @@ class TreeReport:
         return set(self.surface.get("features", ()))
 
     def unreached(self, *, wild: bool) -> list[str]:
-        """What the tree supports and this run never carried out."""
-        return [name for name in supported(self.features(), wild=wild) if not self.reached[name]]
+        """What the tree supports and this run never carried out or checked."""
+        names = [n for n in supported(self.features(), wild=wild) if not self.reached[n]]
+        counts = self.clause_counts(wild=wild)
+        return names + [f"clause {number}" for number, count in counts.items() if count == 0]
 
     def clause_counts(self, *, wild: bool) -> dict[str, int | None]:
         """How often each clause was checked; None where the tree has nothing it applies to."""
@@ -242,7 +245,7 @@ def _add(report: TreeReport, answer: Answer, *, single: bool) -> None:
             raise SuiteFault(f"{answer.job.label}: {message}\n{answer.error['traceback']}")
         if single:
             raise (NoEntryPoint if status == 125 else UserError)(message)
-        report.refusal = message
+        report.refusal, report.status = message, status
         return
     if answer.crash is not None:
         _merge(report.deviations, crash_deviation(answer))
@@ -283,10 +286,11 @@ def crash_deviation(answer: Answer) -> dict[str, Any]:
     if crash.trace is None:
         raise SuiteFault(f"{answer.job.label}: a worker died at start ({crash.how})")
     trace = {**crash.trace, "operations": crash.trace["operations"][: crash.operation + 1]}
+    wild = ALPHABET[trace["operations"][-1]["op"]].wild
     return {
         "clause": "R1",
         "anomaly": "crash",
-        "mode": "legal",
+        "mode": "wild" if wild else "legal",
         "waiver": None,
         "count": 1,
         "difference": {

@@ -256,18 +256,25 @@ def rows(aspect: str, clause: str, *, dtype_clause: str | None = None) -> Check:
 
 
 def widths(clause: str) -> Check:
-    """The stored tensors must have the right number of rows and trailing dimensions."""
+    """The stored tensors must have the right rows, trailing dimensions and dtypes."""
 
     def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
         want, got = expected.aspects.get("widths"), observed.aspects.get("widths")
-        if want is None or want == got:
+        if want is None:
             return None
-        anomaly = "wrong-type"
-        for mine, theirs in zip(want, got or [], strict=False):
-            if mine != theirs and mine[1:] == theirs[1:]:
-                anomaly = _count_anomaly(mine[0], theirs[0])
-                break
-        return _differ(clause, anomaly, "widths", expected, observed)
+        if want != got:
+            anomaly = "wrong-type"
+            for (mine, dtype), (theirs, other) in zip(want, got or [], strict=False):
+                if mine != theirs and (mine[1:], dtype) == (theirs[1:], other):
+                    anomaly = _count_anomaly(mine[0], theirs[0])
+                    break
+            return _differ(clause, anomaly, "widths", expected, observed)
+        rows = expected.aspects["tokens"].shape[0]
+        for count in observed.aspects.get("extra_rows", ()):
+            if count != rows:
+                anomaly = _count_anomaly(rows, count)
+                return _differ(clause, anomaly, "extra_rows", expected, observed)
+        return None
 
     return check
 
@@ -472,7 +479,7 @@ def _consume_twice(expected: Observation, observed: Observation, context: Contex
     for channel, want in expected.aspects.items():
         got = observed.aspects[channel]
         if got != want:
-            anomaly = "unexpected-error" if got[0] else "missing-error"
+            anomaly = "missing-error" if got[0] else "unexpected-error"
             return _differ("R6", anomaly, channel, expected, observed)
     return None
 
@@ -549,6 +556,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _written("tokens"),
         _written("lengths"),
         _truth("copied", "P5", "shared-storage"),
+        _truth("undeclared", "F7", "undeclared"),
     ),
     "idle-signals": (_truth("unchanged", "I3", "phantom-row"),),
     "restore": (_truth("changed", "R11", "wrong-value"),),
@@ -590,6 +598,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "law-associate": _draft_of("M2", "M2"),
     "law-distribute": _draft_of("M3", "M3"),
     "law-neutral": _draft_of("I2", "I2"),
+    "resolve-nothing": (_error("I4"), equal("seq_lens", "I4"), _unchanged_relay("I4")),
     "idle-input": (_error("I1"), _idle_layout),
     "consume-twice": (_consume_twice,),
     "wild-merge-raw-idle-right": _wild("I2", neutral=True),

@@ -187,6 +187,7 @@ LAWS = (
     "neutral",
     "idle",
     "consume-twice",
+    "resolve-nothing",
 )
 
 
@@ -258,6 +259,9 @@ class Header:
         )
 
 
+_INTEGERS = 1 << 31
+"""Integers of a trace are below this; lengths are int32 on the host."""
+
 _BOUNDS = {"pool": (2, 1 << 20), "block": (1, 1024), "page": (1, 1024), "token_bits": (20, 63)}
 
 
@@ -291,6 +295,10 @@ class Trace:
                 "use the version of dflash-conformance that wrote it"
             )
         header = _read(Header, data["header"], "header")
+        if header.algorithm != "DFLASH":
+            raise TraceError(
+                f"header: algorithm {header.algorithm!r} is not supported, only DFLASH"
+            )
         for name, (low, high) in _BOUNDS.items():
             if not low <= getattr(header, name) <= high:
                 raise TraceError(f"header: '{name}' must be between {low} and {high}")
@@ -310,7 +318,7 @@ class Trace:
         """Read a trace from JSON text: a bare trace, or a failure file that holds one."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"not JSON: {error}") from None
         if isinstance(data, dict) and isinstance(data.get("trace"), dict):
             data = data["trace"]
@@ -348,5 +356,7 @@ def _coerce(hint: Any, value: Any, where: str) -> Any:
             return None
         return _coerce(typing.get_args(hint)[0], value, where)
     elif isinstance(hint, type) and type(value) is hint:
+        if isinstance(value, int) and not 0 <= value < _INTEGERS:
+            raise TraceError(f"{where} must be between 0 and {_INTEGERS - 1}")
         return value
     raise TraceError(f"{where} has the wrong type")

@@ -43,11 +43,13 @@ class Capabilities:
     """What a tree can do, as far as the rules depend on it (found by ``conformance.sut.surface``).
 
     Attributes:
+        defers_prefill: its scheduler may decode between two chunks of a prompt.
         idle: its argument checks admit DP attention with DFlash on CUDA, so idle batches occur.
         token_bits: token ids survive below ``2**token_bits`` on the whole path.
     """
 
     idle: bool = True
+    defers_prefill: bool = True
     token_bits: int = 63
 
 
@@ -306,10 +308,17 @@ def _draw_absorb(state: State, choose: Choices, _: Capabilities) -> Operation | 
 # -- step ----------------------------------------------------------------------------------
 
 
-def _refuse_step(state: State, operation: Operation, _: Capabilities) -> str | None:
+def _chunk_first(state: State, capabilities: Capabilities) -> bool:
+    """Whether an unfinished prompt must be scheduled before anything decodes."""
+    return state.chunked is not None and not capabilities.defers_prefill
+
+
+def _refuse_step(state: State, operation: Operation, capabilities: Capabilities) -> str | None:
     assert isinstance(operation, Step)
     if state.prefill is not None:
         return "the last prefill batch has not been merged yet"
+    if _chunk_first(state, capabilities):
+        return "an unfinished prompt is scheduled first"
     if not state.running:
         return "the running batch is empty"
     if any(r.finished for r in state.running):
@@ -349,8 +358,8 @@ def _apply_step(state: State, operation: Operation) -> Effect:
     return effect
 
 
-def _draw_step(state: State, choose: Choices, _: Capabilities) -> Operation | None:
-    if state.prefill is not None or not state.running:
+def _draw_step(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
+    if state.prefill is not None or not state.running or _chunk_first(state, capabilities):
         return None
     if any(r.finished for r in state.running):
         return None
@@ -424,6 +433,8 @@ def _refuse_retract(state: State, operation: Operation, capabilities: Capabiliti
     refusal = _refuse_filter(state, operation, capabilities)
     if refusal is not None:
         return refusal
+    if _chunk_first(state, capabilities):
+        return "an unfinished prompt is scheduled first"
     if any(r.finished for r in state.running):
         return "finished requests have not been filtered out"
     numbers = [r.number for r in state.running]
@@ -447,7 +458,7 @@ def _apply_retract(state: State, operation: Operation) -> Effect:
 
 
 def _draw_retract(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
-    if state.prefill is not None or len(state.running) < 2:
+    if state.prefill is not None or len(state.running) < 2 or _chunk_first(state, capabilities):
         return None
     if any(r.finished for r in state.running):
         return None
@@ -545,7 +556,7 @@ def _draw_law(state: State, choose: Choices, _: Capabilities) -> Operation | Non
         cut = 1 + choose.below(rows - 1)
         keep = _subset(cut, choose, ordered=True)
         keep += [cut + i for i in _subset(rows - cut, choose, ordered=True)]
-    elif law in ("neutral", "keep-all", "idle", "consume-twice"):
+    elif law in ("neutral", "keep-all", "idle", "consume-twice", "resolve-nothing"):
         cut = 0
     return Law(law, form, mirrors, tuple(keep), tuple(then), cut)
 
@@ -608,7 +619,8 @@ RULES: dict[str, Rule] = {
         _draw_step,
         10,
         "Scheduler.update_running_batch -> ScheduleBatch.prepare_for_decode -> run_batch; results "
-        "are processed after the next launch, hence the redundant step",
+        "are processed after the next launch, hence the redundant step; between two chunks of a "
+        "prompt only where Scheduler._should_defer_prefill exists",
     ),
     "admit": Rule(
         _refuse_admit,

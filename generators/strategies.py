@@ -72,10 +72,10 @@ def traces(
     longest: int = 120,
 ) -> Trace:
     """Legal traces (with `wild`, also with wild operations) of at most `longest` operations."""
-    length = draw_(st.integers(1, longest))
-    # One draw for the whole structure. With a draw per operation Hypothesis would spend most of
-    # its examples on copying operations about within the example before.
-    size = _WORD * (length + 1)
+    # One draw of fixed size for the whole structure. With a draw per operation Hypothesis would
+    # spend most of its examples on copying operations about within the example before; and
+    # integers it also picks from constants of whatever source files it finds.
+    size = _WORD * (longest + 1)
     tape = draw_(st.binary(min_size=size, max_size=size))
     words = [
         Digits(int.from_bytes(tape[start : start + _WORD], "big"))
@@ -84,7 +84,7 @@ def traces(
     header = _header(words[0], capabilities, debug=debug, compiled=compiled)
     state = State(header)
     operations = []
-    for digits in words[1:]:
+    for digits in words[1 : 2 + words[0].below(longest)]:
         operation = draw(state, digits, capabilities, wild=wild)
         state.apply(operation)
         operations.append(operation)

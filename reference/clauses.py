@@ -59,7 +59,7 @@ _ALL = (
         "I4",
         "Resolving a batch without draft input, or with zero rows, changes nothing and raises "
         "nothing.",
-        ("idle-resolve", "admit-resolve"),
+        ("idle-resolve", "admit-resolve", "resolve-nothing"),
         wild="Resolving a draft input without future_indices is a no-op or a clear error.",
         wild_calls=("wild-resolve-without-indices",),
     ),
@@ -93,7 +93,7 @@ _ALL = (
     Clause(
         "F7",
         "Every attribute of a draft input and of the relay is declared.",
-        ("build", "prepare", "relay"),
+        ("build", "prepare", "relay", "stash"),
         black_box=False,
     ),
     Clause("M1", "A merge has the left rows, then the right rows.", ("merge", "law-merge")),
@@ -128,25 +128,31 @@ _ALL = (
         "P1",
         "Publish and stash write exactly the addressed rows.",
         ("publish", "stash"),
+        needs="channels",
         black_box=False,
     ),
     Clause(
         "P2",
         "Publish and stash keep every other row and every other buffer.",
         ("publish", "stash"),
+        needs="channels",
         black_box=False,
     ),
     Clause(
         "P3",
         "The last write of a row before it is resolved wins.",
         ("publish", "stash"),
+        needs="channels",
         black_box=False,
     ),
-    Clause("P4", "Token ids survive the relay exactly.", ("stash",), black_box=False),
+    Clause(
+        "P4", "Token ids survive the relay exactly.", ("stash",), needs="channels", black_box=False
+    ),
     Clause(
         "P5",
         "Relayed rows are copies: the source may be overwritten afterwards.",
         ("publish", "stash"),
+        needs="channels",
         black_box=False,
     ),
     Clause(
@@ -169,12 +175,14 @@ _ALL = (
         "R4",
         "Resolved device values share no storage with the relay.",
         ("resolve",),
+        needs="channels",
         black_box=False,
     ),
     Clause(
         "R5",
         "A resolve leaves the relay unchanged; under debug it poisons exactly the consumed rows.",
         ("resolve",),
+        needs="channels",
         black_box=False,
     ),
     Clause(

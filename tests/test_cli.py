@@ -110,10 +110,26 @@ def test_malformed_traces(tmp_path: Path, newest: Tree) -> None:
     refused(call("replay", illegal), "no prefill batch")
 
 
+def test_an_operation_the_tree_lacks(tmp_path: Path, newest: Tree) -> None:
+    idle = trace_file(tmp_path, operations=[{"op": "idle"}])
+    assert call("replay", idle).returncode == 0
+    refused(call("replay", idle, "--sglang", "0.5.14"), "no idle batch occurs")
+    assert call("replay", idle, "--sglang", "0.5.14", "--wild").returncode == 0
+
+
+def test_fetch_takes_releases_only(tmp_path: Path) -> None:
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    refused(call("fetch", tmp_path), "not a release")
+
+
 def test_an_unwritable_report_folder(tmp_path: Path, newest: Tree) -> None:
     (tmp_path / "file").write_text("")
     refused(call("run", "--report", tmp_path / "file" / "report"), "report folder")
     assert not (tmp_path / "file" / "report").exists()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "failures").write_text("")
+    refused(call("run", "--report", tmp_path / "half"), "report folder")
 
 
 def test_replay_of_a_sound_trace(tmp_path: Path, newest: Tree) -> None:
@@ -154,3 +170,54 @@ def test_nothing_is_written_outside_report_and_cache(tmp_path: Path, newest: Tre
     assert done.returncode == 0, done.stderr
     assert list(home.rglob("*")) == []
     assert list(work.rglob("*")) == []
+
+
+def with_budget(plain: int, debug: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line with a smaller quick profile."""
+    code = (
+        "import sys; from conformance import cli, runner\n"
+        f"runner.PROFILES['quick'] = runner.Profile('quick', {plain}, {debug}, 0)\n"
+        "cli.main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def test_a_run_that_reaches_too_little_is_a_fault_of_the_suite(newest: Tree) -> None:
+    done = with_budget(60, 60, "run")
+    assert done.returncode == 3
+    assert "never reached" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_small_run_and_its_report(tmp_path: Path, newest: Tree) -> None:
+    done = with_budget(5_000, 3_000, "run", "--report", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "conforms: 0.5.23" in done.stdout
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "report.json",
+        "junit.xml",
+        "summary.md",
+        "failures",
+    }
+
+
+def test_clauses_become_pytest_items(tmp_path: Path, newest: Tree) -> None:
+    (tmp_path / "smaller.py").write_text(
+        "from conformance import runner\n"
+        "runner.PROFILES['quick'] = runner.Profile('quick', 3_000, 2_000, 100)\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "--pyargs", "conformance.suite", "--sglang", NEWEST),
+            *("-p", "smaller", "-p", "no:cacheprovider", "-q", "-c", os.devnull),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 xfailed" in done.stdout
+    assert "failed," not in done.stdout

@@ -145,6 +145,14 @@ def test_an_unfinished_prompt_comes_first() -> None:
     protocol.check(Trace(Header(), (*start, Admit(((0, 1, 9),)), Adopt(), Step((0,)))), ALL)
 
 
+def test_only_some_schedulers_decode_between_two_chunks() -> None:
+    start = [Admit(((0, 1, 5),)), Adopt(), Admit(((1, 2, STRIDE + 5),), chunk=1), Merge()]
+    trace = Trace(Header(), (*start, Step((0,))))
+    protocol.check(trace, ALL)
+    with pytest.raises(IllegalOperation, match="scheduled first"):
+        protocol.check(trace, Capabilities(defers_prefill=False))
+
+
 def test_without_overlap_nothing_is_redundant() -> None:
     trace = Trace(Header(overlap=False), (ADMIT, Adopt(), Step((0, 0), (1,))))
     with pytest.raises(IllegalOperation, match="without overlap"):
@@ -171,6 +179,8 @@ MALFORMED = {
     "boolean number": ({**GOOD, "operations": [{"op": "finish", "request": True}]}, "wrong type"),
     "operations": ({**GOOD, "operations": 3}, "list"),
     "header field": ({**GOOD, "header": {"pool": 4, "size": 3}}, "unknown field 'size'"),
+    "algorithm": ({**GOOD, "header": {"algorithm": "EAGLE"}}, "only DFLASH"),
+    "huge number": ({**GOOD, "operations": [{"op": "finish", "request": 1 << 80}]}, "between"),
     "header bounds": ({**GOOD, "header": {"pool": 1}}, "between"),
 }
 

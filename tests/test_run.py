@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import signal
+import textwrap
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from conformance import waivers
+from conformance.declarations import read_declarations
 from conformance.errors import UserError
 from conformance.pool import Job, Pool
 from conformance.report import document, files
@@ -177,6 +180,79 @@ def test_a_tree_without_entry_points_says_so(tmp_path: Path, pool: Pool) -> None
 def test_a_suite_fault_is_told_from_a_deviation(newest: Tree, pool: Pool) -> None:
     with pytest.raises(SuiteFault):
         report_of(newest, pool, fault="no-such-fault")
+
+
+def copy_of(tree: Tree, folder: Path, **additions: str) -> Tree:
+    """A tree of its own with text appended to modules (named from sglang/srt with __)."""
+    shutil.copytree(tree.root / "sglang", folder / "sglang")
+    for name, text in additions.items():
+        path = folder.joinpath("sglang", "srt", *name.split("__")).with_suffix(".py")
+        path.write_text(path.read_text(encoding="utf-8") + textwrap.dedent(text), encoding="utf-8")
+    return Tree("copy", folder, "checkout")
+
+
+EXTRA = """
+
+    def _with_marks(self, before=DFlashDraftInputV2.__post_init__):
+        before(self)
+        self.marks = torch.arange(self.new_seq_lens.shape[0])
+
+    def _filter(self, new_indices, new_indices_cpu=None, before=DFlashDraftInputV2.filter_batch):
+        before(self, new_indices, new_indices_cpu)
+        if self.future_indices is None:
+            self.marks = self.marks[new_indices]
+
+    def _merge(self, spec_info, before=DFlashDraftInputV2.merge_batch):
+        before(self, spec_info)
+        if self.future_indices is None:
+            self.marks = torch.cat([self.marks, spec_info.marks])
+
+    DFlashDraftInputV2.__post_init__ = _with_marks
+    DFlashDraftInputV2.filter_batch = _filter
+    DFlashDraftInputV2.merge_batch = _merge
+"""
+
+
+def test_an_undeclared_attribute_costs_only_the_census(
+    newest: Tree, pool: Pool, tmp_path: Path
+) -> None:
+    tree = copy_of(newest, tmp_path, speculative__dflash_info_v2=EXTRA)
+    report = report_of(tree, pool)
+    assert [(d["clause"], d["anomaly"]) for d in report.deviations] == [("F7", "undeclared")]
+    assert "marks" in report.deviations[0]["difference"]["observed"]
+    assert report.operations >= 2_200
+    assert report.reached["resolve"] > 300
+
+    path = tmp_path / "declared.toml"
+    path.write_text('[[field]]\nowner = "draft"\nname = "marks"\nkind = "row"\n')
+    declared = read_declarations(path)
+    assert report_of(tree, pool, declared=declared).verdict == "conforms"
+
+
+def test_a_declared_row_that_is_not_filtered_is_noticed(
+    newest: Tree, pool: Pool, tmp_path: Path
+) -> None:
+    broken = EXTRA.replace("self.marks = self.marks[new_indices]", "pass")
+    tree = copy_of(newest, tmp_path, speculative__dflash_info_v2=broken)
+    report = report_of(tree, pool, declared=[["draft", "marks", "row"]])
+    assert ("F1", "phantom-row") in {(d["clause"], d["anomaly"]) for d in report.deviations}
+
+
+def test_a_tree_that_needs_what_the_harness_lacks_says_so(
+    newest: Tree, pool: Pool, tmp_path: Path
+) -> None:
+    needy = """
+
+    def _filter(self, *args, before=ScheduleBatch.filter_batch, **kwargs):
+        [r.colour for r in self.reqs]
+        before(self, *args, **kwargs)
+
+    ScheduleBatch.filter_batch = _filter
+    """
+    tree = copy_of(newest, tmp_path, managers__schedule_batch=needy)
+    with pytest.raises(UserError, match="colour") as error:
+        report_of(tree, pool)
+    assert error.value.exit_status == 125
 
 
 WAIVER = """

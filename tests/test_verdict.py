@@ -9,7 +9,7 @@ import torch
 
 from conformance.anomalies import ANOMALIES
 from conformance.observation import Observation, Outcome
-from conformance.verdict import CHECKS, Context, judge
+from conformance.verdict import Context, judge
 from generators.operations import Admit, Adopt, Filter, Finish, Header, Operation, Step
 from generators.protocol import State
 from generators.values import STRIDE
@@ -79,11 +79,10 @@ def test_resolved_tokens(history: History) -> None:
         (torch.tensor([a, b]).to(torch.int32), ("R3", "wrong-type")),
         (torch.tensor([a]), ("R3", "missing-row")),
         (torch.tensor([a, b, b]), ("R3", "phantom-row")),
-        (torch.tensor([[a, a], [b, b]])[:, 0], ("R3", "wrong-value")),
+        (torch.tensor([[a, a], [b, b]])[:, 0], ("R3", "wrong-type")),
     ]
-    for tokens, expected in cases[:-1]:
+    for tokens, expected in cases:
         assert names(history.resolve(tokens=tokens), history.context()) == expected, tokens
-    assert judge(*history.resolve(tokens=cases[-1][0]), history.context()) is not None
 
 
 def test_stale_token_and_length_together_are_a_stale_read(history: History) -> None:
@@ -159,13 +158,9 @@ def test_written_rows(history: History) -> None:
     assert stash(history, before, want, [0, old[0], b, 0]) == ("P1", "lost-update")
     assert stash(history, [0, -1, -1, 0], want, [0, -1, b, 0]) == ("P1", "lost-update")
     assert stash(history, before, want, [0, a, b, 7]) == ("P2", "phantom-row")
-    narrow = int(torch.tensor(a).to(torch.float32).to(torch.int64)) if a > 1 << 24 else a
-    if narrow != a:
-        assert stash(history, before, want, [0, narrow, b, 0]) == ("P4", "wrong-type")
-
-
-def test_every_call_has_checks_and_every_check_a_known_clause() -> None:
-    assert all(CHECKS.values())
+    narrow = int(torch.tensor(a).to(torch.float32).to(torch.int64))
+    assert narrow != a
+    assert stash(history, before, want, [0, narrow, b, 0]) == ("P4", "wrong-type")
 
 
 def test_wild_uses_must_be_refused_clearly(history: History) -> None:

@@ -36,7 +36,7 @@ def document(
     deviations = [{**d, "tree": t["label"]} for t in trees for d in t["deviations"]]
     return {
         "schema": SCHEMA,
-        "verdict": "deviates" if "deviates" in verdicts else "conforms",
+        "verdict": next(v for v in ("deviates", "no entry point", "conforms") if v in verdicts),
         "tree": label,
         "profile": profile,
         "seed": seed,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -24,7 +25,7 @@ def open_folder(path: Path) -> Path:
         UserError: it cannot.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        (path / "failures").mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
@@ -35,9 +36,19 @@ def open_folder(path: Path) -> Path:
 
 
 def write(folder: Path, report: dict[str, Any]) -> dict[str, Path]:
-    """Write the folder; returns the failure file of every deviation by its stem."""
+    """Write the folder; returns the failure file of every deviation by its stem.
+
+    Raises:
+        UserError: the folder cannot be written any more.
+    """
+    try:
+        return _write_all(open_folder(folder), report)
+    except OSError as error:
+        raise UserError(f"report folder {folder}: {error.strerror}") from None
+
+
+def _write_all(folder: Path, report: dict[str, Any]) -> dict[str, Path]:
     failures = folder / "failures"
-    failures.mkdir(exist_ok=True)
     for stale in failures.glob("*.json"):
         stale.unlink()
     files = {}
@@ -159,7 +170,7 @@ def summary(report: dict[str, Any]) -> str:
             *explain.lines(
                 deviation,
                 replay=f"dflash-conformance replay failures/{stem(deviation)}.json "
-                f"--sglang {deviation['tree']}",
+                f"--sglang {shlex.quote(deviation['tree'])}",
             ),
             "```",
         ]

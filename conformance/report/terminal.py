@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,7 +117,8 @@ def show(console: Console, report: dict[str, Any], files: dict[str, Any]) -> Non
             soft_wrap=True,
         )
         file = files.get(stem(deviation))
-        replay = f"dflash-conformance replay {file} --sglang {deviation['tree']}" if file else None
+        words = ("dflash-conformance", "replay", str(file), "--sglang", deviation["tree"])
+        replay = shlex.join(words) if file else None
         for line in explain.lines(deviation, replay=replay):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         if file is None:
@@ -124,6 +126,11 @@ def show(console: Console, report: dict[str, Any], files: dict[str, Any]) -> Non
                 "  (run with --report DIR to keep this trace and replay it)", highlight=False
             )
     console.print()
+    for tree in report["trees"]:
+        for name in [n for n, state in tree["waivers"].items() if state == "stale"]:
+            console.print(
+                f"note: {tree['label']}: waiver {name} is not needed: its witness conforms"
+            )
     for note in sorted({n for t in report["trees"] for n in t["surface"].get("notes", [])}):
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     totals = report["totals"]

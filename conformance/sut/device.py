@@ -38,7 +38,8 @@ class PlainDevice:
     """CPU tensors, one thread, streams that order nothing because everything is in order."""
 
     name = "cpu"
-    debug_exceptions: tuple[type[BaseException], ...] = (RuntimeError, AssertionError)
+    assertion = "RuntimeError"
+    """What a failed device-side assertion raises here."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -56,7 +57,11 @@ class PlainDevice:
         torch.use_deterministic_algorithms(True)
         _replace(torch.cpu, "Event", PlainEvent)
         _replace(torch.Tensor, "record_stream", lambda self, stream: None)
-        self.doubles = ["torch.cpu.Event", "torch.Tensor.record_stream"]
+        self.doubles = [
+            "torch.cpu.Event",
+            "torch.Tensor.record_stream",
+            "torch.use_deterministic_algorithms (uninitialized memory is filled)",
+        ]
         if not compiled:
             _replace(torch, "compile", _identity_compile)
             self.doubles.append("torch.compile (identity)")

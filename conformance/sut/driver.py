@@ -71,6 +71,8 @@ class HostRequest:
 
 
 _SAMPLING = Settings(top_k=1)
+_SPOILED = object()
+"""What every batch field holds in the middle of a forward."""
 
 
 class _SamplingInfo:
@@ -85,7 +87,7 @@ class _SamplingInfo:
         return None
 
     def copy_for_forward(self) -> _SamplingInfo:
-        return self
+        return _SamplingInfo()
 
 
 class _Tree:
@@ -128,7 +130,9 @@ class Driver:
         self.calls = 0
         self._batch_fields = [f.name for f in dataclasses.fields(surface.schedule_batch)]
         self._batch_values = operator.attrgetter(*self._batch_fields)
-        self._rows = [f.name for f in surface.draft_fields("row")]
+        census = surface.census["draft"].values()
+        self._rows = [record.name for record in census if record.kind == "row"]
+        self._five = ("topk_p", "topk_index", surface.token_field, "new_seq_lens", "hidden_states")
         self._mirrors = surface.draft_fields("mirror")
         # The worker writes its results into two buffers in turn.
         dtype = torch.int32 if surface.capabilities.token_bits < 32 else torch.int64
@@ -322,13 +326,10 @@ class Driver:
         before = self._batch_values(batch)
         draft = None
         with self._isolation(batch):
-            # A real forward rebinds these in the middle; the transaction undoes it.
-            batch.forward_mode = self.surface.forward_mode.TARGET_VERIFY
-            batch.seq_lens = batch.seq_lens + 1
-            batch.seq_lens_cpu = None
-            batch.seq_lens_sum = None
-            batch.out_cache_loc = batch.seq_lens
             slots = batch.req_pool_indices
+            # A forward may rebind any field in the middle; the transaction must undo it all.
+            for name in self._batch_fields:
+                setattr(batch, name, _SPOILED)
             draft = self._call("build", build)
             lengths = draft.new_seq_lens
             self._observe(
@@ -341,12 +342,14 @@ class Driver:
                 signals = None if effect.slots else self._signals()
                 self._call("publish", self.relay.publish, slots, lengths)
                 self._observe("publish", **self._relay_aspects(), copied=self._copied(lengths))
-                self._call("stash", self.relay.stash, slots, self.surface.payload(draft))
+                payload = self._call("stash", self.surface.payload, draft)
+                self._call("stash", self.relay.stash, slots, payload)
                 tokens = getattr(draft, self._token_field)
                 self._observe(
                     "stash",
                     **self._relay_aspects(),
                     copied=self._copied(tokens),
+                    undeclared=self._undeclared("relay", self.relay),
                 )
                 if signals is not None:
                     self._observe("idle-signals", unchanged=self._signals() == signals)
@@ -439,11 +442,19 @@ class Driver:
             right_shared=[name for name, t in mine.items() if storage(t) in theirs],
         )
 
+    def _stored_layout(self, draft: Any) -> dict[str, Any]:
+        """Shape and dtype of the five stored tensors; row counts of what else is row-aligned."""
+        held = vars(draft)
+        known = [(tuple(held[name].shape), held[name].dtype) for name in self._five]
+        extra = [t.shape[0] for n, t in self._live_tensors(draft).items() if n not in self._five]
+        return {"widths": known, "extra_rows": extra} if extra else {"widths": known}
+
     def _live_tensors(self, draft: Any) -> dict[str, Tensor]:
         """Tensors of a draft input that carry rows in its present form."""
         if draft.future_indices is not None:
             return {"future_indices": draft.future_indices}
-        return {name: getattr(draft, name) for name in self._rows}
+        held = vars(draft)
+        return {name: held[name] for name in self._rows if isinstance(held.get(name), Tensor)}
 
     def _mark_finished(self, batch: Any, keep: list[int], chunked: list[HostRequest]) -> None:
         for row, host in enumerate(batch.reqs):
@@ -537,7 +548,7 @@ class Driver:
         if draft.future_indices is None:
             aspects["tokens"] = getattr(draft, self._token_field)
             aspects["lengths"] = draft.new_seq_lens
-            aspects["widths"] = [tuple(t.shape) for t in self._live_tensors(draft).values()]
+            aspects.update(self._stored_layout(draft))
         aspects.update(self._relay_aspects())
         aspects["held"] = all(torch.equal(tensor, value) for tensor, value in held)
         self._observe(call, **aspects, **more)
@@ -570,6 +581,9 @@ class Driver:
             return
         if operation.law == "consume-twice":
             self._consume_twice(effect)
+            return
+        if operation.law == "resolve-nothing":
+            self._resolve_nothing(effect)
             return
         whole = self._operand(operation, effect, rows)
         if operation.law == "filter":
@@ -656,9 +670,10 @@ class Driver:
         tokens = self._tensor([effect.tokens[i] for i in rows], self._output[0][0].dtype)
         lengths = self._tensor([effect.lengths[i] for i in rows])
         if rows:
-            draft = make_draft_input(self.surface, tokens, lengths)
+            draft = self._call("build", make_draft_input, self.surface, tokens, lengths)
         else:
-            draft = self.surface.draft_input.create_idle_input(self.device)
+            create = self.surface.draft_input.create_idle_input
+            draft = self._call("idle-input", create, self.device)
         if operation.form == "relayed":
             draft.future_indices = self._tensor([effect.slots[i] for i in rows])
         if operation.mirrors:
@@ -692,7 +707,7 @@ class Driver:
                 {
                     "tokens": getattr(draft, self._token_field),
                     "lengths": draft.new_seq_lens,
-                    "widths": [tuple(t.shape) for t in self._live_tensors(draft).values()],
+                    **self._stored_layout(draft),
                 }
                 if draft.future_indices is None
                 else {}
@@ -713,7 +728,7 @@ class Driver:
             self.surface, self._tensor(effect.tokens), self._tensor(effect.lengths)
         )
         layout = {}
-        for name in self._rows:
+        for name in self._five:
             mine, theirs = getattr(idle, name), getattr(live, name)
             layout[name] = (_layout(mine), _layout(theirs), mine.shape[0])
         self._observe("idle-input", layout=layout)
@@ -767,25 +782,52 @@ class Driver:
             lengths=batch.seq_lens,
         )
 
-    def _consume_twice(self, effect: Effect) -> None:
-        """Write the running rows of a copied relay, then resolve them twice (debug only)."""
+    def _relay_copy(self) -> Any:
+        """A relay with the same rows, whose writes nobody else sees."""
         relay = copy.copy(self.relay)
         for _, buffer in self._channels:
-            setattr(relay, buffer, getattr(self.relay, buffer).clone())
+            if buffer in vars(self.relay):
+                setattr(relay, buffer, getattr(self.relay, buffer).clone())
+        return relay
+
+    def _consume_twice(self, effect: Effect) -> None:
+        """Write the running rows of a copied relay, then resolve them twice (debug only)."""
+        relay = self._relay_copy()
         batch = copy.copy(self.running)
-        slots = batch.req_pool_indices
+        slots, lengths = batch.req_pool_indices, self._tensor(effect.lengths)
         batch.spec_info = self._operand(Law("merge"), effect, list(range(len(effect.slots))))
         if hasattr(batch.spec_info, "direct_carry_valid"):
             batch.spec_info.direct_carry_valid = False
-        relay.publish(slots, self._tensor(effect.lengths))
+        relay.publish(slots, lengths)
         relay.stash(slots, self.surface.payload(batch.spec_info))
         outcomes = {}
         resolves = {"tokens": lambda: self.surface.resolve_forward_inputs(batch, relay)}
         if self.surface.poison_lengths:
             resolves["lengths"] = lambda: relay.resolve_seq_lens_cpu(batch)
         for channel, resolve in resolves.items():
-            outcomes[channel] = [self._try(resolve) is not None for _ in range(2)]
+            first = self._try(resolve)
+            # Publishing the padding row arms the freshness flag again, and only that: what must
+            # refuse the second time is the poison in the consumed rows.
+            relay.publish(torch.zeros_like(slots[:1]), lengths[:1])
+            second = self._try(resolve)
+            refused = second is not None and second.kind == self.surface.device.assertion
+            outcomes[channel] = [first is None, refused]
         self._observe("consume-twice", **outcomes)
+
+    def _resolve_nothing(self, effect: Effect) -> None:
+        """Resolve a relayed draft input of zero rows on a copied relay."""
+        relay = self._relay_copy()
+        batch = self._new_batch([], [], [])
+        batch.spec_info = self._operand(Law("merge", "relayed"), effect, [])
+        if self.header.overlap:
+            self._call("resolve-nothing", relay.resolve_seq_lens_cpu, batch)
+        self._call("resolve-nothing", self.surface.resolve_forward_inputs, batch, relay)
+        rows = {
+            f"relay_{name}": vars(relay)[buffer]
+            for name, buffer in self._channels
+            if buffer in vars(relay)
+        }
+        self._observe("resolve-nothing", seq_lens=batch.seq_lens, **rows)
 
 
 class _Stopped(Exception):

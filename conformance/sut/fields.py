@@ -1,8 +1,9 @@
 """The census: what every attribute of a draft input and of the relay is (clause F7).
 
 One record per attribute, over all trees; a tree has a subset. An attribute that a tree has and no
-record names is reported under F7 and treated as row-aligned until it is declared, here or by the
-user (``--declare FILE`` with ``[[field]]`` tables of ``owner``, ``name``, ``kind``).
+record names is reported under F7, and nothing else is asked of it, until it is declared: here, or
+by the user (``--declare FILE`` with ``[[field]]`` tables of ``owner``, ``name``, ``kind`` and, for
+a mirror, ``sums``).
 """
 
 from __future__ import annotations

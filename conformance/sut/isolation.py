@@ -20,7 +20,7 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,11 +177,10 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     Args:
         root: folder that holds ``sglang/``.
-        real: module names, or ``package.*`` prefixes, answered from the tree.
+        real: names of the modules answered from the tree.
         doubles: ``module.attribute`` (or ``*.attribute``) to the harness's answer.
         relocated: module name to a path below ``root`` for trees that moved a file.
         edits: module name to a syntax-tree transformation (seeded faults).
-        patch_real: ``module.attribute`` to a value set after a *real* module was executed.
     """
 
     root: Path
@@ -218,12 +217,6 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 return path
         return None
 
-    def _is_real(self, name: str) -> bool:
-        return any(
-            name == entry or (entry.endswith(".*") and name.startswith(entry[:-1]))
-            for entry in self.real
-        )
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -232,7 +225,7 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if top != PACKAGE:
             return None
-        if self._is_real(fullname):
+        if fullname in self.real:
             source = self.source_of(fullname)
             if source is not None:
                 return importlib.util.spec_from_file_location(
@@ -311,14 +304,3 @@ def _required_packages(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module.partition(".")[0])
     return names
-
-
-def imported(names: Iterable[str]) -> dict[str, Any]:
-    """Attributes ``module:Name`` of loaded modules, those that exist."""
-    found: dict[str, Any] = {}
-    for entry in names:
-        module, _, attribute = entry.partition(":")
-        value = getattr(sys.modules.get(module), attribute, None)
-        if value is not None:
-            found[entry] = value
-    return found

@@ -187,6 +187,7 @@ FEATURES = {
     "direct_carry": "a batch whose shape did not change skips the relay",
     "isolation": "the scheduler restores batch fields after a forward",
     "poison_lengths": "debug: resolving lengths consumes them",
+    "channels": "the relay's token and length buffers were recognised",
 }
 """Optional capabilities of a tree, as clauses and reports name them."""
 
@@ -239,7 +240,13 @@ def open_tree(
     surface = Surface(root, device, loader, debug, settings)
     _find_entry_points(surface)
     loader.seal()
-    _probe(surface, declared)
+    try:
+        _probe(surface, declared)
+    except (NoEntryPoint, StandInUsed):
+        raise
+    except Exception as error:
+        kind = type(error).__name__
+        raise NoEntryPoint(f"the relay cannot be driven: {kind}: {_one_line(error)}") from error
     return surface
 
 
@@ -326,18 +333,15 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
 
     relay = make_relay(surface, make_pool(surface, 4), needs_cpu_seq_lens=True)
     _probe_channels(surface, relay)
-    # Debug poison shows at birth: every row must be written before it is first resolved.
-    surface.poison_lengths = bool(
-        surface.debug
-        and surface.length_channel
-        and (getattr(relay, surface.length_channel) == -1).sum() >= 3
-    )
-    surface.poison_tokens = surface.debug
+    surface.poison_tokens = _poisoned(surface, relay, surface.token_channel)
+    surface.poison_lengths = _poisoned(surface, relay, surface.length_channel)
     idle, reason = idle_is_legal(surface.root)
     if reason:
         surface.notes.append(reason)
+    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
     surface.capabilities = Capabilities(
         idle=idle,
+        defers_prefill="_should_defer_prefill" in getattr(scheduler, "__dict__", {}),
         token_bits=_token_bits(surface),
     )
     features = {
@@ -349,8 +353,14 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         "direct_carry": "direct_carry_valid" in fields,
         "isolation": surface.isolation_of is not None,
         "poison_lengths": surface.poison_lengths,
+        "channels": bool(surface.token_channel and surface.length_channel),
     }
     surface.features = frozenset(name for name, present in features.items() if present)
+
+
+def _poisoned(surface: Surface, relay: Any, channel: str | None) -> bool:
+    """Whether rows are born poisoned: under debug each must be written before it is resolved."""
+    return bool(surface.debug and channel and (getattr(relay, channel) == -1).sum() >= 3)
 
 
 def _keywords(function: Any) -> dict[str, bool]:
@@ -434,7 +444,9 @@ def _token_bits(surface: Surface) -> int:
             types = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
             if "int32" in types:
                 return 31
-    return 63
+            return 63
+    surface.notes.append("the worker's token buffer was not recognised: ids stay below 2**31")
+    return 31
 
 
 class _Lenient:

@@ -11,9 +11,8 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -34,7 +33,7 @@ class Config:
         debug: whether the tree's debug assertions bind.
         compiled: whether ``torch.compile`` stays what it is.
         relocated: module to path below `root`.
-        declared: census records as [owner, name, kind].
+        declared: census records as [owner, name, kind] and, for a mirror, its sum.
         fault: name of a seeded fault to apply, or None.
         recorder: flight recorder file, or None.
     """
@@ -178,14 +177,14 @@ class _Worker:
 
     def _unexecuted(self, operations: int, seed: int) -> dict[str, dict[str, list[int]]]:
         """Lines of the surface that a traced sample of `operations` never reaches."""
-        from conformance.engine import check
+        from conformance.engine import survey
         from conformance.sut.lines import Lines
         from conformance.sut.surface import MEASURED
 
         sources = {module: self.surface.loader.source_of(module) for module in MEASURED}
         lines = Lines({name: path for name, path in sources.items() if path is not None})
         with lines.tracing():
-            check(self.surface, operations=operations, seed=seed)
+            survey(self.surface, operations=operations, seed=seed)
         return lines.missing()
 
     def _witness(self, waiver: dict[str, Any]) -> tuple[str, Deviation | None]:
@@ -217,14 +216,18 @@ class _Worker:
         header = dataclasses.replace(trace.header, token_bits=bits)
         return dataclasses.replace(trace, header=header)
 
-    def _replay(self, trace: dict[str, Any]) -> dict[str, Any]:
+    def _replay(
+        self,
+        trace: dict[str, Any],
+        waivers: Sequence[dict[str, Any]] = (),
+        wild: bool = False,
+    ) -> dict[str, Any]:
         from conformance.engine import capabilities_for, replay_one
         from conformance.errors import UserError
         from generators.operations import Trace
         from generators.protocol import IllegalOperation, check
 
         parsed = self._fit(Trace.from_json(trace))
-        wild = any(operation.wild or operation.op == "idle" for operation in parsed.operations)
         try:
             check(parsed, capabilities_for(self.surface, wild=wild))
         except IllegalOperation as error:
@@ -232,16 +235,12 @@ class _Worker:
         if self.recorder is not None:
             self.recorder(parsed, 0)
         deviation = replay_one(self.surface, parsed)
+        if deviation is not None:
+            for waiver in waivers:
+                if (deviation.clause, deviation.anomaly) == (waiver["clause"], waiver["anomaly"]):
+                    state, _ = self._witness(waiver)
+                    deviation.waiver = waiver["name"] if state == "active" else None
         return {
             "deviation": deviation.as_json() if deviation else None,
             "surface": self.surface.as_json(),
         }
-
-
-def main() -> None:
-    """Entry of a spawned worker: the connection's file descriptor is the only argument."""
-    serve(socket.socket(fileno=int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    main()
