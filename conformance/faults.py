@@ -518,6 +518,7 @@ FAULTS: tuple[Fault, ...] = (
         (_poison("Subscript", 0, "{1}[:]"),),
         ("R5", "phantom-row"),
         debug=True,
+        also=(("I4", "phantom-row"),),
     ),
     Fault(
         "consume-unchecked",
@@ -718,7 +719,8 @@ FAULTS: tuple[Fault, ...] = (
                 ".tolist() else {0}",
             ),
         ),
-        ("F1", "phantom-row"),
+        ("F1", "wrong-owner"),
+        also=(("F3", "wrong-owner"),),
     ),
     Fault(
         "filter-not-forwarded",

@@ -66,6 +66,7 @@ class _Batch:
 
     requests: list[Request]
     slots: Tensor
+    prompts: Tensor
     draft: DraftInput
     direct: bool
 
@@ -173,7 +174,9 @@ class Oracle:
         yield _expect("admit-resolve", input_ids=lengths, seq_lens=lengths, **self._relay_aspects())
         slots = self._tensor(effect.slots)
         draft = yield from self._forward(effect, slots)
-        self.prefill = _Batch(effect.requests, slots, draft, self.facts.direct_carry)
+        self.prefill = _Batch(
+            effect.requests, slots, lengths.to(torch.int32), draft, self.facts.direct_carry
+        )
 
     def _absorb(self, operation: Operation, effect: Effect) -> Iterator[Observation]:
         assert self.prefill is not None
@@ -189,6 +192,7 @@ class Oracle:
         running = self.running
         running.requests = running.requests + batch.requests
         running.slots = torch.cat([running.slots, batch.slots])
+        running.prompts = torch.cat([running.prompts, batch.prompts])
         running.draft = draft_input.merge(running.draft, batch.draft)
         running.direct = False
         yield self._rows(
@@ -206,6 +210,7 @@ class Oracle:
         rows = self._tensor(keep)
         batch.requests = [batch.requests[i] for i in keep]
         batch.slots = batch.slots[rows]
+        batch.prompts = batch.prompts[rows]
         batch.draft = draft_input.filter_rows(batch.draft, rows)
         batch.direct = False
 
@@ -223,6 +228,8 @@ class Oracle:
         draft = batch.draft
         aspects: dict[str, Any] = {
             "requests": [r.number for r in batch.requests],
+            "sampling": [r.number for r in batch.requests],
+            "prompts": batch.prompts,
             "slots": batch.slots,
             "slots_cpu": batch.slots.cpu(),
             "future": draft.future_indices,
@@ -241,13 +248,12 @@ class Oracle:
         facts, header = self.facts, self.header
         lag = facts.host_lengths_lag and header.overlap
         committed = torch.tensor(effect.committed, dtype=torch.int64)
-        yield _expect(
-            "prepare",
-            undeclared=[],
-            committed=committed,
-            committed_sum=sum(effect.committed),
-            planning=effect.before if facts.host_lengths_lag else None,
-        )
+        prepared: dict[str, Any] = {}
+        if facts.host_lengths_lag or not header.overlap:
+            prepared.update(committed=committed, committed_sum=sum(effect.committed))
+        if facts.host_lengths_lag:
+            prepared.update(planning=effect.before)
+        yield _expect("prepare", undeclared=[], **prepared)
         if not header.overlap:
             tokens, lengths = batch.draft.tokens, batch.draft.lengths
         elif batch.direct:
@@ -268,6 +274,7 @@ class Oracle:
             tokens=tokens,
             lengths=lengths,
             aliased=[],
+            staged=[None, None],
             host=host,
             host_sum=host_sum,
             **self._relay_aspects(),
@@ -391,7 +398,7 @@ _ORDER = ("topk_p", "topk_index", "tokens", "lengths", "hidden_states")
 assert set(_ORDER) == set(STORED)
 
 
-def _widths(draft: DraftInput) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of the five stored tensors, in the order of the tree's fields."""
+def _widths(draft: DraftInput) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
+    """Place, shape and dtype of the five stored tensors, in the order of the tree's fields."""
     tensors = [getattr(draft, name) for name in _ORDER]
-    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    return [(i, tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)]

@@ -170,7 +170,6 @@ def _narrowed(want: int, got: int) -> bool:
         int(value.to(torch.int16)),
         _through_float(value, torch.float32),
         _through_float(value, torch.float64),
-        _through_float(value, torch.float16),
     }
 
 
@@ -248,7 +247,8 @@ def rows(aspect: str, clause: str, *, dtype_clause: str | None = None) -> Check:
             first = details[0]
             anomaly = _value_anomaly(aspect, first.expected, first.observed, context)
         else:
-            others = set(want.tolist())
+            known = context.state.used if aspect in ("future", "slots", "slots_cpu") else ()
+            others = {*want.tolist(), *known}
             anomaly = "wrong-owner" if details[0].observed in others else "phantom-row"
         return _differ(clause, anomaly, aspect, expected, observed, details)
 
@@ -263,12 +263,13 @@ def widths(clause: str) -> Check:
         if want is None:
             return None
         if want != got:
-            anomaly = "wrong-type"
-            for (mine, dtype), (theirs, other) in zip(want, got or [], strict=False):
-                if mine != theirs and (mine[1:], dtype) == (theirs[1:], other):
-                    anomaly = _count_anomaly(mine[0], theirs[0])
-                    break
-            return _differ(clause, anomaly, "widths", expected, observed)
+            theirs = {place: (shape, dtype) for place, shape, dtype in got or []}
+            for place, mine, dtype in want:
+                shape, other = theirs.get(place, (mine, dtype))  # a tree may drop unused fields
+                if (mine, dtype) != (shape, other):
+                    counts = (mine[1:], dtype) == (shape[1:], other)
+                    anomaly = _count_anomaly(mine[0], shape[0]) if counts else "wrong-type"
+                    return _differ(clause, anomaly, "widths", expected, observed)
         rows = expected.aspects["tokens"].shape[0]
         for count in observed.aspects.get("extra_rows", ()):
             if count != rows:
@@ -298,12 +299,13 @@ def _resolve_error(expected: Observation, observed: Observation, context: Contex
     if error is None:
         return None
     lengths = observed.aspects.get("during") == "resolve_seq_lens_cpu"
-    if not context.state.header.debug:
-        clause, anomaly = ("R2" if lengths else "R1"), "unexpected-error"
-    elif lengths and error.kind == "AssertionError":
+    debug, stale = context.state.header.debug, observed.aspects.get("fresh") is False
+    if debug and lengths and error.kind == "AssertionError" and stale:
         clause, anomaly = "R12", "unexpected-error"
     else:
-        clause, anomaly = ("R2" if lengths else "R1"), "double-consume"
+        clause = "R2" if lengths else "R1"
+        consumed = debug and error.kind == "RuntimeError"
+        anomaly = "double-consume" if consumed else "unexpected-error"
     return Difference(clause, anomaly, observed.call, "error", "no error", str(error))
 
 
@@ -399,10 +401,17 @@ def _unchanged_relay(clause: str) -> Check:
 
 def _bounds(expected: Observation, observed: Observation, context: Context) -> Any:
     """R7 where host lengths lag: committed <= true <= planning, row by row."""
-    want, got = expected.aspects["planning"], observed.aspects.get("planning")
+    want, got = expected.aspects.get("planning"), observed.aspects.get("planning")
     if want is None or (got is not None and got.tolist() >= want and _covers(got, want)):
         return None
     return _differ("R7", "wrong-value", "planning", expected, observed)
+
+
+def _planning_sum(expected: Observation, observed: Observation, context: Context) -> Any:
+    planning, total = observed.aspects.get("planning"), observed.aspects.get("planning_sum")
+    if planning is None or total == int(planning.sum()):
+        return None
+    return _differ("R7", "wrong-value", "planning_sum", expected, observed)
 
 
 def _covers(planning: Tensor, true: list[int]) -> bool:
@@ -493,6 +502,8 @@ def _rows_of(clause: str, *, filter_: bool = True) -> tuple[Check, ...]:
         rows("tokens", clause, dtype_clause=None if filter_ else "M5"),
         rows("lengths", clause, dtype_clause=None if filter_ else "M5"),
         widths(clause),
+        equal("sampling", "R9"),
+        rows("prompts", "R9"),
         rows("slots", "R9"),
         rows("slots_cpu", "R9"),
         _truth("right_intact", "M6", "wrong-value"),
@@ -574,12 +585,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         equal("committed", "R7"),
         equal("committed_sum", "R7"),
         _bounds,
+        _planning_sum,
     ),
     "resolve": (
         _resolve_error,
         layout("tokens", "R3"),
         layout("lengths", "R3"),
         _resolved_values,
+        equal("staged", "R1"),
         _truth("aliased", "R4", "shared-storage"),
         equal("host", "R7"),
         equal("host_sum", "R7"),

@@ -522,8 +522,10 @@ def _refuse_law(state: State, operation: Operation, _: Capabilities) -> str | No
         return "it cuts outside the batch"
     if operation.law in ("filter", "compose", "distribute") and not operation.keep:
         return "at least one row stays"
-    if operation.law == "compose" and not operation.then:
-        return "at least one row stays"
+    if operation.law in ("filter", "compose") and len(operation.keep) >= rows:
+        return "a batch that keeps every row is not filtered"
+    if operation.law == "compose" and not 0 < len(operation.then) < len(operation.keep):
+        return "at least one row stays and at least one leaves"
     if operation.law == "distribute" and not (
         any(i < operation.cut for i in operation.keep)
         and any(i >= operation.cut for i in operation.keep)
@@ -546,9 +548,12 @@ def _draw_law(state: State, choose: Choices, _: Capabilities) -> Operation | Non
     keep: list[int] = []
     then: list[int] = []
     if law in ("filter", "compose"):
-        keep = _subset(rows, choose, ordered=False)
+        if rows < 2 + (law == "compose"):
+            return None
+        keep = _subset(rows, choose, ordered=False)[: rows - 1]
         if law == "compose":
-            then = _subset(len(keep), choose, ordered=False)
+            keep = keep if len(keep) > 1 else [*keep, (keep[0] + 1) % rows]
+            then = _subset(len(keep), choose, ordered=False)[: len(keep) - 1]
         cut = 0
     elif law == "distribute":
         if rows < 2:

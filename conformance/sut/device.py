@@ -54,7 +54,7 @@ class PlainDevice:
         """
         torch.set_num_threads(1)
         # Uninitialized memory is filled with a fixed pattern: a run must not depend on garbage.
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
         _replace(torch.cpu, "Event", PlainEvent)
         _replace(torch.Tensor, "record_stream", lambda self, stream: None)
         self.doubles = [

@@ -76,18 +76,21 @@ _SPOILED = object()
 
 
 class _SamplingInfo:
-    """Sampling parameters of a batch: the double follows filters and merges and holds nothing."""
+    """Sampling parameters of a batch: the double only knows whose row is whose."""
 
     penalizer_orchestrator = Settings(is_required=False)
 
-    def filter_batch(self, *_: Any, **__: Any) -> None:
-        return None
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
 
-    def merge_batch(self, *_: Any) -> None:
-        return None
+    def filter_batch(self, keep_indices: list[int], *_: Any) -> None:
+        self.rows = [self.rows[i] for i in keep_indices]
+
+    def merge_batch(self, other: _SamplingInfo) -> None:
+        self.rows = self.rows + other.rows
 
     def copy_for_forward(self) -> _SamplingInfo:
-        return _SamplingInfo()
+        return _SamplingInfo(self.rows)
 
 
 class _Tree:
@@ -144,6 +147,7 @@ class Driver:
             for _ in range(2)
         ]
         self._turn = 0
+        self._lag = "host_lengths_lag" in surface.features
         self._started = False
         self._scheduler = Settings(record_batch_in_overlap=lambda batch: None)
         self._token_field = surface.token_field
@@ -188,7 +192,9 @@ class Driver:
         except (StandInUsed, HarnessGap):
             raise
         except Exception as error:
-            self._observe(call, error=Outcome.of(error), during=function.__name__)
+            fresh = getattr(self.relay, "_publish_fresh", None)
+            name = getattr(function, "__name__", "")
+            self._observe(call, error=Outcome.of(error), during=name, fresh=fresh)
             raise _Stopped from None
 
     def _try(self, function: Callable[..., Any], *args: Any) -> Outcome | None:
@@ -247,7 +253,7 @@ class Driver:
         if all(map(operator.is_, before, after)):
             return []
         pairs = zip(self._batch_fields, before, after, strict=True)
-        return [name for name, old, new in pairs if old is not new]
+        return [name for name, old, new in pairs if not _same_value(old, new)]
 
     # -- making batches --------------------------------------------------------------------------
 
@@ -277,7 +283,7 @@ class Driver:
             spec_algorithm=self.surface.algorithm,
         )
         batch.forward_mode = modes.EXTEND if requests else modes.IDLE
-        batch.sampling_info = _SamplingInfo()
+        batch.sampling_info = _SamplingInfo([r.number for r in requests])
         batch.req_pool_indices = self._tensor(slots)
         batch.req_pool_indices_cpu = torch.tensor(slots, dtype=torch.int64)
         batch.seq_lens = self._tensor(lengths)
@@ -445,7 +451,10 @@ class Driver:
     def _stored_layout(self, draft: Any) -> dict[str, Any]:
         """Shape and dtype of the five stored tensors; row counts of what else is row-aligned."""
         held = vars(draft)
-        known = [(tuple(held[name].shape), held[name].dtype) for name in self._five]
+        five = [(name, held.get(name)) for name in self._five]
+        known = [
+            (i, tuple(t.shape), t.dtype) for i, (_, t) in enumerate(five) if isinstance(t, Tensor)
+        ]
         extra = [t.shape[0] for n, t in self._live_tensors(draft).items() if n not in self._five]
         return {"widths": known, "extra_rows": extra} if extra else {"widths": known}
 
@@ -455,6 +464,13 @@ class Driver:
             return {"future_indices": draft.future_indices}
         held = vars(draft)
         return {name: held[name] for name in self._rows if isinstance(held.get(name), Tensor)}
+
+    def _row_tensors(self, draft: Any) -> dict[str, Tensor]:
+        """Live tensors and host mirrors: whatever a filter or merge of another must not touch."""
+        held = vars(draft)
+        mirrors = {m.name: held.get(m.name) for m in self._mirrors}
+        present = {name: t for name, t in mirrors.items() if isinstance(t, Tensor)}
+        return {**self._live_tensors(draft), **present}
 
     def _mark_finished(self, batch: Any, keep: list[int], chunked: list[HostRequest]) -> None:
         for row, host in enumerate(batch.reqs):
@@ -469,13 +485,13 @@ class Driver:
         draft = batch.spec_info
         self._call("prepare", draft.prepare_for_decode, batch)
         planning = getattr(draft, "planning_seq_lens_cpu", None)
-        self._observe(
-            "prepare",
-            undeclared=self._undeclared("draft", draft),
-            committed=batch.seq_lens_cpu,
-            committed_sum=batch.seq_lens_sum,
-            planning=planning,
-        )
+        aspects: dict[str, Any] = {}
+        if self._lag or not self.header.overlap:
+            # Elsewhere the resolve replaces what is prepared here.
+            aspects.update(committed=batch.seq_lens_cpu, committed_sum=batch.seq_lens_sum)
+        if planning is not None:
+            aspects.update(planning=planning, planning_sum=draft.planning_seq_lens_sum)
+        self._observe("prepare", undeclared=self._undeclared("draft", draft), **aspects)
         self._resolve("resolve", batch)
         draft = batch.spec_info
         tokens = getattr(draft, self._token_field)
@@ -492,6 +508,7 @@ class Driver:
             host=batch.seq_lens_cpu,
             host_sum=batch.seq_lens_sum,
             aliased=aliased,
+            staged=[batch.input_ids, batch.prefill_input_ids_cpu],
             **self._relay_aspects(),
         )
         output, output_lengths = self._output[self._turn]
@@ -513,7 +530,7 @@ class Driver:
 
     def _hold(self, batch: Any) -> list[tuple[Tensor, Tensor]]:
         """Tensors that others may hold (the result queue, the relay's stash): with their values."""
-        tensors = [batch.req_pool_indices, *self._live_tensors(batch.spec_info).values()]
+        tensors = [batch.req_pool_indices, *self._row_tensors(batch.spec_info).values()]
         return [(tensor, tensor.clone()) for tensor in tensors]
 
     def _filter(self, operation: Operation, effect: Effect) -> None:
@@ -541,6 +558,8 @@ class Driver:
         draft = batch.spec_info
         aspects: dict[str, Any] = {
             "requests": [host.rid for host in batch.reqs],
+            "sampling": batch.sampling_info.rows,
+            "prompts": batch.orig_seq_lens,
             "slots": batch.req_pool_indices,
             "slots_cpu": batch.req_pool_indices_cpu,
             "future": draft.future_indices,
@@ -587,7 +606,7 @@ class Driver:
             return
         whole = self._operand(operation, effect, rows)
         if operation.law == "filter":
-            held = [(t, t.clone()) for t in self._live_tensors(whole).values()]
+            held = [(t, t.clone()) for t in self._row_tensors(whole).values()]
             twin = self._operand(operation, effect, rows)
             self._filter_draft(whole, operation.keep)
             intact = all(torch.equal(t, value) for t, value in held)
@@ -632,16 +651,16 @@ class Driver:
         call = merge_call(0, cut, len(rows))
         left = self._operand(operation, effect, rows[:cut])
         right = self._operand(operation, effect, rows[cut:])
-        before = {k: v.clone() for k, v in self._live_tensors(right).items()}
+        before = {k: v.clone() for k, v in self._row_tensors(right).items()}
         self._call(call, left.merge_batch, right)
-        after = self._live_tensors(right)
+        after = self._row_tensors(right)
         theirs = {storage(t) for t in after.values()} - {-1}
         self._observe_draft(
             call,
             left,
             right_intact=all(torch.equal(after[k], v) for k, v in before.items()),
             right_shared=[
-                name for name, t in self._live_tensors(left).items() if storage(t) in theirs
+                name for name, t in self._row_tensors(left).items() if storage(t) in theirs
             ],
         )
 
@@ -729,7 +748,9 @@ class Driver:
         )
         layout = {}
         for name in self._five:
-            mine, theirs = getattr(idle, name), getattr(live, name)
+            mine, theirs = getattr(idle, name, None), getattr(live, name, None)
+            if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+                continue  # a tree may drop the fields that DFlash does not use
             layout[name] = (_layout(mine), _layout(theirs), mine.shape[0])
         self._observe("idle-input", layout=layout)
 
@@ -791,8 +812,8 @@ class Driver:
         return relay
 
     def _consume_twice(self, effect: Effect) -> None:
-        """Write the running rows of a copied relay, then resolve them twice (debug only)."""
-        relay = self._relay_copy()
+        """Write the running rows of a relay of its own, then resolve them twice (debug only)."""
+        relay = make_relay(self.surface, self.pool, needs_cpu_seq_lens=False)
         batch = copy.copy(self.running)
         slots, lengths = batch.req_pool_indices, self._tensor(effect.lengths)
         batch.spec_info = self._operand(Law("merge"), effect, list(range(len(effect.slots))))
@@ -828,6 +849,16 @@ class Driver:
             if buffer in vars(relay)
         }
         self._observe("resolve-nothing", seq_lens=batch.seq_lens, **rows)
+
+
+def _same_value(old: Any, new: Any) -> bool:
+    """Whether a batch field was restored: to the same object, or to an equal one."""
+    if old is new:
+        return True
+    if isinstance(old, Tensor) or isinstance(new, Tensor):
+        alike = type(old) is type(new) and old.dtype == new.dtype
+        return alike and torch.equal(old, new)
+    return type(old) is type(new) and bool(old == new)
 
 
 class _Stopped(Exception):

@@ -110,6 +110,7 @@ class Surface:
 
     Attributes:
         future_map, draft_input, schedule_batch, forward_mode, worker: the tree's classes.
+        builder: a bare worker: its methods resolve, it has no state.
         no_capture: its mode of a request that wants no hidden states.
         resolve_forward_inputs: the tree's function.
         payload: makes what ``stash`` takes from a draft input.
@@ -135,6 +136,7 @@ class Surface:
     forward_mode: Any = None
     no_capture: Any = None
     worker: Any = None
+    builder: Any = None
     resolve_forward_inputs: Any = None
     payload: Any = None
     algorithm: Any = None
@@ -282,6 +284,7 @@ def _find_entry_points(surface: Surface) -> None:
     surface.forward_mode, capture = _load(surface, MODES, "ForwardMode", "CaptureHiddenMode")
     surface.no_capture = capture.NULL
     (surface.worker,) = _load(surface, WORKER, "DFlashWorkerV2")
+    surface.builder = object.__new__(surface.worker)
     if not hasattr(algorithms, "DFLASH"):
         raise NoEntryPoint("SpeculativeAlgorithm has no DFLASH")
     surface.algorithm = algorithms.DFLASH
@@ -399,9 +402,9 @@ def make_draft_input(
     extra[surface.token_argument] = tokens
     if prefill:
         extra["seq_lens"] = lengths
-        return surface.worker._make_next_draft_input_prefill(None, **extra)
+        return surface.worker._make_next_draft_input_prefill(surface.builder, **extra)
     extra["new_seq_lens"] = lengths
-    return surface.worker._make_next_draft_input_decode(None, **extra)
+    return surface.worker._make_next_draft_input_decode(surface.builder, **extra)
 
 
 def _probe_channels(surface: Surface, relay: Any) -> None:
@@ -415,8 +418,13 @@ def _probe_channels(surface: Surface, relay: Any) -> None:
         torch.tensor([length], device=device),
     )
     surface.token_dtype = getattr(draft, surface.token_field).dtype
-    relay.publish(slots, torch.tensor([length], device=device))
-    relay.stash(slots, surface.payload(draft))
+    try:
+        relay.publish(slots, torch.tensor([length], device=device))
+        relay.stash(slots, surface.payload(draft))
+    except StandInUsed:
+        raise
+    except Exception as error:  # the first trace will report it
+        surface.notes.append(f"probing the relay raised {type(error).__name__}")
     for name, value in vars(relay).items():
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape[0] == 4:
             if bool((value == token).any()):  # in whatever row: which one is P1's business
