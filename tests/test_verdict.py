@@ -131,11 +131,13 @@ def test_errors_of_a_resolve_say_which_assertion_fired() -> None:
     debug = History(Header(debug=True))
     expected, _ = debug.resolve()
 
-    def raised(during: str, kind: str) -> tuple[str, str] | None:
-        aspects = {"error": Outcome(kind, ""), "during": during}
+    def raised(during: str, kind: str, fresh: bool = True) -> tuple[str, str] | None:
+        aspects = {"error": Outcome(kind, ""), "during": during, "fresh": fresh}
         return names((expected, Observation("resolve", aspects)), debug.context())
 
-    assert raised("resolve_seq_lens_cpu", "AssertionError") == ("R12", "unexpected-error")
+    assert raised("resolve_seq_lens_cpu", "AssertionError", False) == ("R12", "unexpected-error")
+    assert raised("resolve_seq_lens_cpu", "AssertionError") == ("R2", "unexpected-error")
+    assert raised("resolve_forward_inputs", "IndexError") == ("R1", "unexpected-error")
     assert raised("resolve_seq_lens_cpu", "RuntimeError") == ("R2", "double-consume")
     assert raised("resolve_forward_inputs", "RuntimeError") == ("R1", "double-consume")
 
