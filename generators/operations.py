@@ -147,7 +147,7 @@ class Idle(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Law(Operation):
-    """An algebraic law of the draft input, evaluated on copies of the running batch's own.
+    """An algebraic law of the draft input, on fresh ones made from the running rows' values.
 
     ``law`` is one of :data:`LAWS`; ``keep`` and ``then`` are row selections where the law filters,
     ``cut`` splits the rows where it merges; ``form`` is ``relayed`` (rows live in the relay) or

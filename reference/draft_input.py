@@ -5,8 +5,15 @@ two forms. *Relayed*: the rows live in the relay and the draft input holds only 
 the request slots where the next step will find them. *Stored*: ``future_indices`` is None and the
 rows live in the draft input itself (without overlap, and between a forward and its dispatch).
 
-Every function returns a new draft input and leaves its arguments alone.
-Clauses: I1, I2, F1-F4, M1-M7 of :mod:`reference.clauses`.
+Every function returns a new draft input and leaves its arguments alone; the result shares no
+storage with the right operand of a merge (M6). Device tensors of the operands are of one device,
+and keep their dtypes (M5).
+
+In SGLang: ``DFlashDraftInputV2`` of ``speculative/dflash_info_v2.py``, which changes itself
+instead, and ``ScheduleBatch.filter_batch`` and ``merge_batch``, which call it only where some rows
+stay and some leave.
+
+Clauses of :mod:`reference.clauses`: I1, I2, F1-F4, M1-M7.
 """
 
 from __future__ import annotations
@@ -63,7 +70,12 @@ STORED = ("tokens", "lengths", "topk_p", "topk_index", "hidden_states")
 
 
 def live(tokens: Tensor, lengths: Tensor) -> DraftInput:
-    """The stored draft input a forward leaves: ``tokens`` and ``lengths`` are (n,)."""
+    """The stored draft input a forward leaves.
+
+    Args:
+        tokens: (n,) int32 or int64 token ids, whichever the tree's channel carries.
+        lengths: (n,) int64 tokens in the KV cache.
+    """
     return DraftInput(tokens, lengths.to(torch.int64), *_unused(tokens.shape[0], tokens.device))
 
 
@@ -99,10 +111,17 @@ def idle(token_dtype: torch.dtype, device: torch.device) -> DraftInput:
 
 
 def filter_rows(draft: DraftInput, keep: Tensor) -> DraftInput:
-    """F1, F2: row j of the result is row ``keep[j]``; ``keep`` is (m,) int64 and may permute.
+    """F1-F4: row j of the result is row ``keep[j]``.
 
     Relayed rows are addressed by ``future_indices`` alone; what the five stored tensors hold then
     is dead, and stays as it is.
+
+    Args:
+        keep: (m,) int64 row indices on the draft input's device, from 0 to n - 1, m >= 1; they
+            may permute, which retraction does.
+
+    Errors:
+        IndexError: an index is out of range.
     """
     mirrors = {name: values[keep.cpu()] for name, values in draft.mirrors.items()}
     if draft.future_indices is not None:
@@ -112,7 +131,9 @@ def filter_rows(draft: DraftInput, keep: Tensor) -> DraftInput:
 
 
 def merge(left: DraftInput, right: DraftInput) -> DraftInput:
-    """M1, M4: the rows of ``left``, then the rows of ``right``.
+    """M1-M5, I2: the rows of ``left``, then the rows of ``right``; either may have none.
+
+    In the relayed form the dead stored tensors are the left side's.
 
     Errors:
         MixedForms: one side is relayed and the other stored (M7).

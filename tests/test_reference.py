@@ -10,7 +10,7 @@ import torch
 from reference import draft_input
 from reference.clauses import CLAUSES
 from reference.draft_input import DraftInput, MixedForms, OneSidedMirror
-from reference.relay import POISON, ConsumedTwice, Relay
+from reference.relay import POISON, NothingFresh, Relay
 
 
 def stored(*tokens: int) -> DraftInput:
@@ -102,9 +102,9 @@ def test_relay_refuses_to_be_consumed_twice_under_debug() -> None:
     it, slots = relay(poison=True), torch.tensor([2])
     it.publish(slots, torch.tensor([5]))
     assert it.resolve_lengths(slots).tolist() == [5]
-    with pytest.raises(ConsumedTwice):
+    with pytest.raises(NothingFresh):
         it.resolve_lengths(slots)
-    with pytest.raises(ConsumedTwice):
+    with pytest.raises(NothingFresh):
         it.resolve_tokens(slots)  # never stashed
 
 
