@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 from conformance.runner import TreeReport
@@ -55,6 +56,8 @@ def document(
         "environment": {
             "python": platform.python_version(),
             "platform": platform.platform(),
+            "hypothesis": metadata.version("hypothesis"),
+            "roots": {r.tree.label: str(r.tree.root) for r in reports},
             "torch": next((r.surface["torch"] for r in reports if r.surface), None),
             "triton": next((r.surface["triton"] for r in reports if r.surface), None),
         },
@@ -67,7 +70,7 @@ def tree_document(report: TreeReport, *, wild: bool) -> dict[str, Any]:
     surface = dict(report.surface)
     return {
         "label": report.tree.label,
-        "source": report.tree.as_json(),
+        "source": {k: v for k, v in report.tree.as_json().items() if k != "root"},
         "verdict": report.verdict,
         "refusal": report.refusal,
         "totals": {
