@@ -13,17 +13,10 @@ from reference.clauses import CLAUSES
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Cross the trees of the command line with the clauses."""
     trees = metafunc.config.getoption("--sglang") or [NEWEST]
-    metafunc.parametrize(
-        ("tree_report", "number"),
-        [
-            pytest.param(
-                tree, number, marks=pytest.mark.xdist_group(f"tree {tree}"), id=f"{tree}-{number}"
-            )
-            for tree in trees
-            for number in CLAUSES
-        ],
-        indirect=["tree_report"],
-    )
+    grouped = [pytest.param(t, marks=pytest.mark.xdist_group(f"tree {t}"), id=t) for t in trees]
+    # Apart, so that all clauses of a tree share one instance of its report.
+    metafunc.parametrize("tree_report", grouped, indirect=True, scope="session")
+    metafunc.parametrize("number", list(CLAUSES))
 
 
 def test_clause(tree_report: TreeReport, number: str) -> None:
