@@ -139,8 +139,7 @@ def check(
         result.calls += replay.calls
         for index, difference in replay.waived:
             _record(found, surface, trace, index, difference)
-        ends = [(replay.operation, replay.difference)] if replay.difference is not None else []
-        for index, difference in [*replay.reported, *ends]:
+        for index, difference in replay.differences:
             key = key_of(surface, trace, index, difference)
             if key in found:
                 found[key].count += 1
@@ -199,9 +198,7 @@ def minimize(
     player = Player(surface)
 
     def failure(candidate: Trace) -> Difference | None:
-        again = player.replay(candidate)
-        ends = [(again.operation, again.difference)] if again.difference is not None else []
-        for index, other in [*again.reported, *ends]:
+        for index, other in player.replay(candidate).differences:
             if key_of(surface, candidate, index, other) == goal:
                 return other
         return None
@@ -214,9 +211,7 @@ def minimize(
 
 def replay_one(surface: Surface, trace: Trace) -> Deviation | None:
     """Replay a trace from a file; the deviation it shows, unshrunk, or None."""
-    replay = Player(surface).replay(trace)
-    ends = [(replay.operation, replay.difference)] if replay.difference is not None else []
-    for index, difference in [*ends, *replay.reported]:
+    for index, difference in Player(surface).replay(trace).differences:
         cut = Trace(trace.header, trace.operations[: index + 1])
         return Deviation(*key_of(surface, trace, index, difference), difference, cut)
     return None

@@ -38,6 +38,13 @@ class Replay:
     waived: list[tuple[int, Difference]] = field(default_factory=list)
     reported: list[tuple[int, Difference]] = field(default_factory=list)
 
+    @property
+    def differences(self) -> list[tuple[int, Difference]]:
+        """(operation index, difference) of all that is not waived; what ended the trace first."""
+        if self.difference is None:
+            return self.reported
+        return [(self.operation, self.difference), *self.reported]
+
 
 class _Differs(Exception):
     def __init__(self, difference: Difference) -> None:

@@ -234,8 +234,9 @@ class Driver:
         """Names of all tensors the relay holds; a lazily created one shows here."""
         return tuple(k for k, v in vars(self.relay).items() if isinstance(v, Tensor))
 
-    def _relay_aspects(self) -> dict[str, Any]:
-        held = vars(self.relay)
+    def _relay_aspects(self, relay: Any = None) -> dict[str, Any]:
+        """The recognised buffers of the relay, or of a copy of it, as aspects."""
+        held = vars(self.relay if relay is None else relay)
         return {aspect: held[buffer] for aspect, buffer in self._relay_names if buffer in held}
 
     def _signals(self) -> tuple[Any, ...]:
@@ -843,12 +844,7 @@ class Driver:
         if self.header.overlap:
             self._call("resolve-nothing", relay.resolve_seq_lens_cpu, batch)
         self._call("resolve-nothing", self.surface.resolve_forward_inputs, batch, relay)
-        rows = {
-            f"relay_{name}": vars(relay)[buffer]
-            for name, buffer in self._channels
-            if buffer in vars(relay)
-        }
-        self._observe("resolve-nothing", seq_lens=batch.seq_lens, **rows)
+        self._observe("resolve-nothing", seq_lens=batch.seq_lens, **self._relay_aspects(relay))
 
 
 def _same_value(old: Any, new: Any) -> bool:
