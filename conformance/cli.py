@@ -17,13 +17,14 @@ from conformance.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from conformance.pool import Answer, Job, Pool
     from conformance.sut.source import Tree
     from conformance.waivers import Waiver
 
 _EPILOG = """\b
 Exit status:
-  0    conforms (waived deviations are listed)
-  1    a deviation
+  0    conforms (waived deviations are listed); gate: preserved, or accepted
+  1    a deviation; gate: also a change that nobody has accepted
   2    the request or the environment is wrong
   3    a fault of the suite itself
   125  the tree cannot be tested: no entry point any more, or it needs what
@@ -101,7 +102,7 @@ def _run_options(command: Any) -> Any:
                 "--report",
                 type=click.Path(path_type=Path),
                 metavar="DIR",
-                help="Write report.json, junit.xml, summary.md and failures/ there.",
+                help="Write report.json, summary.md, junit.xml, annotations.txt and traces there.",
             ),
             _waivers_option,
         )
@@ -158,18 +159,17 @@ def _check(
     label: str | None = None,
     **tree_options: Any,
 ) -> int:
-    from conformance.pool import Pool
     from conformance.report import document, files, terminal
     from conformance.runner import PROFILES, SuiteFault, check_trees
 
     console = _console()
-    trees, relocated, declared = _trees(specs, console, **tree_options)
+    trees, options = _trees(specs, **tree_options)
     accepted = _accepted(waivers)
     if report is not None:
         files.open_folder(report)
     budget = PROFILES[profile]
     total = len(trees) * (budget.plain + budget.debug + budget.compiled)
-    with Pool(_cache()) as pool, terminal.progress(console, total) as progress:
+    with _pool(options) as pool, terminal.progress(console, total) as progress:
 
         def answered(answer: Any) -> None:
             if len(trees) == 1:
@@ -186,11 +186,10 @@ def _check(
             seed=seed,
             wild=wild,
             waivers=accepted,
-            relocated=relocated,
-            declared=declared,
             progress=progress,
             answered=answered,
             finished=finished,
+            **options,
         )
     result = document.document(
         reports, label=label or trees[0].label, profile=profile, seed=seed, wild=wild
@@ -212,9 +211,94 @@ def _check(
 
 
 @cli.command()
+@click.option("--base", metavar="TREE", required=True, help="What there is: a tree, or a ref.")
+@click.option("--head", metavar="TREE", required=True, help="What is proposed, likewise.")
+@click.option("--repo", metavar="CHECKOUT", help="Checkout in which --base and --head are refs.")
+@click.option(
+    "--accept",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="TOML file with an [[accept]] record for every change that is meant.",
+)
+@_run_options
+@_tree_options
+def gate(**options: Any) -> None:
+    """Compare two trees: is behaviour preserved, and if not, where does it change?
+
+    \b
+    Examples:
+      dflash-conformance gate --repo path/to/sglang --base main --head my-branch --report out
+      dflash-conformance gate --base 0.5.14 --head 0.5.15
+    """
+    sys.exit(_gate(**options))
+
+
+def _gate(
+    *,
+    base: str,
+    head: str,
+    repo: str | None,
+    accept: Path | None,
+    profile: str,
+    wild: bool,
+    seed: int,
+    report: Path | None,
+    waivers: Path | None,
+    **tree_options: Any,
+) -> int:
+    from conformance import acceptance
+    from conformance.gate import DEVIATES, compare
+    from conformance.report import files, terminal
+    from conformance.report import gate as page
+    from conformance.runner import PROFILES, SuiteFault
+
+    console = _console()
+    specs = [f"{repo}@{ref}" if repo is not None else ref for ref in (base, head)]
+    (one, two), options = _trees(specs, **tree_options)
+    records = acceptance.load(accept) if accept is not None else []
+    covered = _accepted(waivers)
+    if report is not None:
+        files.open_folder(report)
+    budget = PROFILES[profile]
+    total = 2 * (budget.plain + budget.debug + budget.compiled)
+    with _pool(options) as pool, terminal.progress(console, total) as progress:
+        comparison = compare(
+            one,
+            two,
+            budget,
+            pool,
+            seed=seed,
+            wild=wild,
+            waivers=covered,
+            acceptances=records,
+            progress=progress,
+            **options,
+        )
+    # Traces that end at a deviation do not reach everything; a head that has none must.
+    unreached = ", ".join(comparison.head.unreached(wild=wild))
+    if comparison.verdict == DEVIATES:
+        unreached = ""
+    if unreached:
+        comparison.notes.append(f"a fault of the suite: never reached: {unreached}")
+    result = page.document(comparison, profile=profile, seed=seed, wild=wild)
+    written = page.write(report, result) if report is not None else {}
+    page.show(console, result, written)
+    if unreached:
+        raise SuiteFault(f"never reached: {unreached}")
+    return 0 if comparison.passes else 1
+
+
+@cli.command()
 @click.argument("trace", type=click.Path(path_type=Path), metavar="TRACE.json")
 @click.option("--sglang", metavar="TREE", help="Default: newest supported release.")
 @click.option("--wild", is_flag=True, help="Also where the tree's scheduler would not issue it.")
+@click.option(
+    "--emit-test",
+    "emit",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write the deviation as a unit test that needs only SGLang, for its own CI.",
+)
 @_waivers_option
 @_tree_options
 def replay(trace: Path, sglang: str | None, **options: Any) -> None:
@@ -228,11 +312,18 @@ def replay(trace: Path, sglang: str | None, **options: Any) -> None:
 
 
 def _replay(
-    path: Path, sglang: str | None, *, wild: bool, waivers: Path | None, **tree_options: Any
+    path: Path,
+    sglang: str | None,
+    *,
+    wild: bool,
+    emit: Path | None,
+    waivers: Path | None,
+    **tree_options: Any,
 ) -> int:
-    from conformance.pool import Job, Pool
+    from conformance.emit import target
+    from conformance.pool import Job
     from conformance.report import explain
-    from conformance.runner import SuiteFault, crash_deviation
+    from conformance.runner import crash_deviation
     from conformance.sut.source import NEWEST
     from conformance.sut.worker import Config
     from generators.operations import Trace, TraceError
@@ -244,13 +335,12 @@ def _replay(
         raise UserError(f"{path}: {error.strerror}; give a trace file to replay") from None
     except (TraceError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
-    (tree,), relocated, declared = _trees([sglang or NEWEST], console, **tree_options)
+    (tree,), options = _trees([sglang or NEWEST], **tree_options)
     config = Config(
         root=str(tree.root),
         debug=parsed.header.debug,
         compiled=parsed.header.compiled,
-        relocated=relocated,
-        declared=declared,
+        **options,
     )
     wild = wild or any(operation.wild for operation in parsed.operations)
     request = {
@@ -260,23 +350,41 @@ def _replay(
         "waivers": [waiver.request() for waiver in _accepted(waivers)],
     }
     job = Job(tree.label, config, request)
-    with Pool(_cache(), size=1) as pool:
-        (answer,) = pool.run([job])
+    with _pool(options, size=1) as pool:
+        answer = _answer(pool, job)
+        deviation = crash_deviation(answer) if answer.crash else (answer.result or {})["deviation"]
+        test = None
+        if emit is not None:
+            if deviation is None:
+                raise UserError(f"no test was written: the trace conforms on {tree.label}")
+            writing = Job(tree.label, config, {**request, "emit": deviation})
+            test = (_answer(pool, writing).result or {})["test"]
+    if deviation is None:
+        console.print(parsed.header.line(), *parsed.lines(), sep="\n", highlight=False)
+        console.print(f"[green]conforms[/]: {tree.label}", highlight=False)
+        return 0
+    headline = f"[bold]{explain.headline(deviation)}[/]  on {tree.label}"
+    console.print(headline, highlight=False, soft_wrap=True)
+    for line in explain.lines(deviation):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if emit is not None and test is not None:
+        target.write(emit, test)
+        console.print(f"wrote {emit}", highlight=False, markup=False, soft_wrap=True)
+    return 1 if deviation["mode"] == "legal" and deviation["waiver"] is None else 0
+
+
+def _answer(pool: Pool, job: Job) -> Answer:
+    """The answer to one job; raises what the worker could not do."""
+    from conformance.runner import SuiteFault
+
+    (answer,) = pool.run([job])
     if answer.error is not None:
         if answer.error["status"] == 3:
             raise SuiteFault(f"{answer.error['message']}\n{answer.error['traceback']}")
         failure = UserError(answer.error["message"])
         failure.exit_status = answer.error["status"]  # type: ignore[misc]
         raise failure
-    deviation = crash_deviation(answer) if answer.crash else (answer.result or {})["deviation"]
-    if deviation is None:
-        console.print(parsed.header.line(), *parsed.lines(), sep="\n", highlight=False)
-        console.print(f"[green]conforms[/]: {tree.label}", highlight=False)
-        return 0
-    console.print(f"[bold]{explain.headline(deviation)}[/]  on {tree.label}", highlight=False)
-    for line in explain.lines(deviation):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return 1 if deviation["mode"] == "legal" and deviation["waiver"] is None else 0
+    return answer
 
 
 @cli.command()
@@ -328,27 +436,33 @@ def _cache() -> Path:
     return cache_root()
 
 
+def _pool(options: dict[str, Any], size: int | None = None) -> Pool:
+    from conformance.pool import Pool
+
+    return Pool(_cache(), size=size, device=options["device"])
+
+
 def _trees(
     specs: list[str],
-    console: Console,
     *,
     device: str,
     imports: str,
     offline: bool,
     declare: Path | None,
     mapped: tuple[str, ...],
-) -> tuple[list[Tree], dict[str, str], list[list[str]]]:
-    """Locate the trees and read what the user says about them."""
+) -> tuple[list[Tree], dict[str, Any]]:
+    """Locate the trees, and read what the user says about them and about where to run them."""
     from conformance.declarations import read_declarations, read_map
     from conformance.sut.source import locate
 
-    if device != "cpu":
-        raise UserError("this version runs on the CPU only; leave --device out")
     if imports != "isolated":
         raise UserError("this version loads trees isolated only; leave --imports out")
-    relocated = read_map(mapped)
-    declared = read_declarations(declare) if declare is not None else []
-    return [locate(spec, offline=offline) for spec in specs], relocated, declared
+    options = {
+        "relocated": read_map(mapped),
+        "declared": read_declarations(declare) if declare is not None else [],
+        "device": device,
+    }
+    return [locate(spec, offline=offline) for spec in specs], options
 
 
 def main() -> None:

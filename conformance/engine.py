@@ -6,11 +6,13 @@ benchmarks are clients of it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from conformance.record import Record, record
 from conformance.replay import Player
 from conformance.sut.surface import Surface
 from conformance.verdict import Difference
@@ -66,6 +68,7 @@ class Result:
     calls: int = 0
     traces: int = 0
     reached: Counter[str] = field(default_factory=Counter)
+    recorded: list[tuple[Trace, Record]] = field(default_factory=list)
 
 
 Progress = Callable[[int, int], None]
@@ -78,7 +81,7 @@ Waived = frozenset[tuple[str, str]]
 def capabilities_for(surface: Surface, *, wild: bool) -> Capabilities:
     """What the protocol may issue on this tree; in wild mode everything."""
     found = surface.capabilities
-    return Capabilities(token_bits=found.token_bits) if wild else found
+    return replace(found, idle=True, defers_prefill=True) if wild else found
 
 
 def mode_of(surface: Surface, trace: Trace, operation: int) -> str:
@@ -112,6 +115,9 @@ def check(
     progress: Progress | None = None,
     recorder: Callable[[Trace, int], None] | None = None,
     stop_at_first: bool = False,
+    capabilities: Capabilities | None = None,
+    recording: bool = False,
+    given: Sequence[Trace] = (),
 ) -> Result:
     """Run at least `operations` random operations on the tree and return what deviates.
 
@@ -125,13 +131,20 @@ def check(
         progress: see :data:`Progress`.
         recorder: called before every operation with the trace and its index, for crash reports.
         stop_at_first: stop after the first deviation (in seeded-fault runs).
+        capabilities: what the traces may use, if not all that the tree has: two trees are given the
+            same traces.
+        recording: play every trace once more, judged by nobody, and keep what it made visible.
+            The budget then counts the operations of the traces, not those up to a deviation.
+        given: traces to play instead of generated ones; nothing of them is shrunk.
     """
     result = Result()
     player = Player(surface, reached=result.reached, waived=waived)
-    capabilities = capabilities_for(surface, wild=wild)
+    capabilities = capabilities or capabilities_for(surface, wild=wild)
     found: dict[Key, Deviation] = {}
+    generated = 0
 
     def consume(trace: Trace) -> None:
+        nonlocal generated
         note = (lambda index: recorder(trace, index)) if recorder is not None else None
         replay = player.replay(trace, note)
         result.traces += 1
@@ -143,15 +156,28 @@ def check(
             key = key_of(surface, trace, index, difference)
             if key in found:
                 found[key].count += 1
+            elif given or _lost(surface, difference):
+                found[key] = _cut(key, trace, index, difference)
             else:
                 found[key] = minimize(surface, trace, index, difference, capabilities)
+        if any(_lost(surface, difference) for _, difference in replay.differences):
+            raise Enough
+        generated += len(trace.operations)
+        if recording:
+            result.recorded.append((trace, record(surface, trace)))
         if progress is not None:
             progress(result.operations, len(found))
-        if result.operations >= operations or (stop_at_first and found):
+        done = generated if recording else result.operations
+        if not given and (done >= operations or (stop_at_first and found)):
             raise Enough
 
-    strategy = traces(capabilities, debug=surface.debug, compiled=compiled, wild=wild)
-    generate(strategy, seed, consume)
+    if given:
+        with contextlib.suppress(Enough):
+            for trace in given:
+                consume(trace)
+    else:
+        strategy = traces(capabilities, debug=surface.debug, compiled=compiled, wild=wild)
+        generate(strategy, seed, consume)
     result.deviations = sorted(found.values(), key=lambda d: d.key)
     return result
 
@@ -182,8 +208,18 @@ def _record(
     if key in found:
         found[key].count += 1
     else:
-        cut = Trace(trace.header, trace.operations[: index + 1])
-        found[key] = Deviation(*key, difference, cut)
+        found[key] = _cut(key, trace, index, difference)
+
+
+def _lost(surface: Surface, difference: Difference) -> bool:
+    """Whether a failed assertion took the device from this process: nothing more can run here."""
+    device = surface.device
+    return not device.survives_assertion and difference.observed.startswith(device.assertion)
+
+
+def _cut(key: Key, trace: Trace, index: int, difference: Difference) -> Deviation:
+    """A deviation with its trace up to the operation that shows it, not shrunk."""
+    return Deviation(*key, difference, Trace(trace.header, trace.operations[: index + 1]))
 
 
 def minimize(
@@ -212,6 +248,5 @@ def minimize(
 def replay_one(surface: Surface, trace: Trace) -> Deviation | None:
     """Replay a trace from a file; the deviation it shows, unshrunk, or None."""
     for index, difference in Player(surface).replay(trace).differences:
-        cut = Trace(trace.header, trace.operations[: index + 1])
-        return Deviation(*key_of(surface, trace, index, difference), difference, cut)
+        return _cut(key_of(surface, trace, index, difference), trace, index, difference)
     return None

@@ -21,3 +21,9 @@ class NoEntryPoint(UserError):
     """The tree has no black-box entry point any more; `git bisect run` skips it on this status."""
 
     exit_status: ClassVar[int] = 125
+
+
+class NotOnThisTree(UserError):
+    """A trace that some trees' schedulers issue, but not this one's; `git bisect run` skips it."""
+
+    exit_status: ClassVar[int] = 125

@@ -13,10 +13,15 @@ class Observation:
     Attributes:
         call: which call (see the ``calls`` of :class:`reference.clauses.Clause`).
         aspects: values by name: tensors, numbers, lists, None; exceptions as :class:`Outcome`.
+        draft: the draft input that the call left, whole, where there is one. The model does not
+            speak of all its attributes; two trees are compared by them (:mod:`conformance.record`).
+        written: batch fields that the call rebound, with their new values, where it is recorded.
     """
 
     call: str
     aspects: dict[str, Any]
+    draft: Any = None
+    written: dict[str, Any] | None = None
 
 
 def merge_call(first: int, cut: int, last: int) -> str:

@@ -312,10 +312,9 @@ class Oracle:
             yield _expect("idle-input", layout=None)
             return
         if law == "consume-twice":
-            outcomes = {"tokens": [True, True]}
-            if self.facts.poison_lengths:
-                outcomes["lengths"] = [True, True]
-            yield _expect("consume-twice", **outcomes)
+            channels = ["tokens", *(["lengths"] if self.facts.poison_lengths else [])]
+            wanted = [name for name in channels if operation.channel in ("", name)]
+            yield _expect("consume-twice", **{name: [True, True] for name in wanted})
             return
         if law == "resolve-nothing":
             nothing = self._tensor([])

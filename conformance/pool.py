@@ -82,6 +82,10 @@ class _Connection:
         self.pid = 0
         self.buffer = b""
 
+    def close(self) -> None:
+        self.socket.close()
+        self.record.unlink()
+
     def send(self, message: dict[str, Any]) -> None:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
@@ -97,19 +101,60 @@ class _Connection:
         return [json.loads(line) for line in lines if line]
 
 
+class Session:
+    """One worker that answers one request after the other; a dead one is replaced.
+
+    Use it as a context manager.
+    """
+
+    def __init__(self, pool: Pool, label: str, config: Config) -> None:
+        self._pool, self._label, self._config = pool, label, config
+        self._connection: _Connection | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def send(self, request: dict[str, Any]) -> None:
+        """Put a request; :meth:`receive` gives its answer."""
+        job = Job(self._label, self._config, request)
+        if self._connection is None:
+            self._connection = self._pool.start(job)
+        else:
+            self._connection.job = job
+            self._connection.send(request)
+
+    def receive(self) -> Answer:
+        """The answer to the last request."""
+        connection = self._connection
+        assert connection is not None
+        while (answer := self._pool.react(connection, None)) is None:
+            pass
+        if answer.result is None:
+            connection.close()
+            self._connection = None
+        return answer
+
+
 class Pool:
     """Runs jobs on workers, at most `size` at a time.
 
     Args:
         cache: folder for what torch, triton and Hypothesis write.
         size: workers at a time; default the machine's cores.
+        device: of all jobs; it decides whether Triton interprets or compiles.
     """
 
-    def __init__(self, cache: Path, size: int | None = None) -> None:
+    def __init__(self, cache: Path, size: int | None = None, device: str = "cpu") -> None:
         self.cache = cache
+        self._interpret = "1" if device == "cpu" else "0"
         self.size = size or os.cpu_count() or 1
         self._exits: dict[int, int] = {}
         self._started: list[int] = []
+        self._connections = 0
         self._control_buffer = b""
         self._temporary = tempfile.TemporaryDirectory(prefix="dflash-conformance-")
         self._start_server()
@@ -131,13 +176,13 @@ class Pool:
         return self._server.pid
 
     def _environment(self) -> dict[str, str]:
-        """The workers' environment: the interpreter for Triton, and caches in one place."""
+        """The workers' environment: on a CPU Triton's interpreter, and caches in one place."""
         root = str(Path(__file__).parent.parent)
         return {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "TRITON_INTERPRET": "1",
+            "TRITON_INTERPRET": self._interpret,
             "TRITON_CACHE_DIR": str(self.cache / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(self.cache / "inductor"),
             "HYPOTHESIS_STORAGE_DIRECTORY": str(self.cache / "hypothesis"),
@@ -181,9 +226,11 @@ class Pool:
             else:
                 self._ready = True
 
-    def _start(self, job: Job, number: int) -> _Connection:
+    def start(self, job: Job) -> _Connection:
+        """A worker of its own for a job."""
         mine, theirs = socket.socketpair()
-        record = Path(self._temporary.name) / f"recorder-{number}"
+        self._connections += 1
+        record = Path(self._temporary.name) / f"recorder-{self._connections}"
         recorder.create(record)
         while not self._ready:
             self._read_control()
@@ -209,18 +256,17 @@ class Pool:
                 while waiting or busy:
                     while waiting and busy < self.size:
                         number, job = waiting.pop(0)
-                        connection = self._start(job, number)
+                        connection = self.start(job)
                         selector.register(
                             connection.socket, selectors.EVENT_READ, (number, connection)
                         )
                         busy += 1
                     for key, _ in selector.select():
                         number, connection = key.data
-                        answer = self._react(connection, progress)
+                        answer = self.react(connection, progress)
                         if answer is not None:
                             selector.unregister(connection.socket)
-                            connection.socket.close()
-                            connection.record.unlink()
+                            connection.close()
                             busy -= 1
                             answers[number] = answer
                     while following in answers:
@@ -230,7 +276,12 @@ class Pool:
                 for key in list(selector.get_map().values()):
                     key.data[1].socket.close()
 
-    def _react(self, connection: _Connection, progress: Progress | None) -> Answer | None:
+    def session(self, label: str, config: Config) -> Session:
+        """A worker for several requests, beside those of :meth:`run`."""
+        return Session(self, label, config)
+
+    def react(self, connection: _Connection, progress: Progress | None) -> Answer | None:
+        """Wait for what a worker says next; its answer, once it is complete."""
         job = connection.job
         messages = connection.receive()
         if messages is None:

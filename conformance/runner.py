@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.errors import NoEntryPoint, UserError
@@ -18,7 +18,16 @@ from conformance.sut import lines
 from conformance.sut.source import Tree
 from conformance.sut.worker import Config
 from conformance.waivers import Waiver
-from generators.operations import ALPHABET, LAWS, WILD_USES
+from generators.operations import (
+    ALPHABET,
+    LAWS,
+    WILD_USES,
+    Admit,
+    Adopt,
+    Header,
+    Law,
+    Trace,
+)
 from generators.protocol import SITUATIONS
 from reference.clauses import CLAUSES
 
@@ -135,49 +144,64 @@ def supported(features: set[str], *, wild: bool) -> list[str]:
 
 
 def plan(
-    tree: Tree,
+    label: str,
+    config: Config,
     profile: Profile,
     *,
     seed: int,
     wild: bool,
     waivers: Sequence[Waiver],
-    relocated: dict[str, str],
-    declared: list[list[str]],
-    fault: str | None = None,
+    common: dict[str, Any] | None = None,
 ) -> list[Job]:
-    """The jobs of one tree: shards without debug, with debug, and with debug compiled."""
+    """The jobs of one tree: shards without debug, with debug, and with debug compiled.
+
+    Args:
+        label: the tree, as reports name it.
+        config: of its workers; the debug mode is set here.
+        common: capabilities that the traces keep to, recording them: what a gate gives two trees.
+    """
     modes = (
-        ("debug off", False, False, profile.plain),
-        ("debug on", True, False, profile.debug),
-        ("debug compiled", True, True, profile.compiled),
+        ("debug off", replace(config, debug=False), profile.plain),
+        ("debug on", replace(config, debug=True), profile.debug),
+        ("debug compiled", replace(config, debug=True, compiled=True), profile.compiled),
     )
+    # On a GPU a failed assertion ends the process, so what provokes one is played alone.
+    alone = [w for w in waivers if config.device != "cpu" and _provokes(w.trace)]
     jobs = []
-    for mode, (label, debug, compiled, budget) in enumerate(modes):
+    for mode, (name, configured, budget) in enumerate(modes):
         for shard, start in enumerate(range(0, budget, SHARD)):
             size = min(SHARD, budget - start)
-            jobs.append(
-                Job(
-                    f"{tree.label}, {label}",
-                    Config(
-                        root=str(tree.root),
-                        debug=debug,
-                        compiled=compiled,
-                        relocated=relocated,
-                        declared=declared,
-                        fault=fault,
-                    ),
-                    {
-                        "do": "check",
-                        "operations": size,
-                        "seed": (seed * 3 + mode) * 1_000_003 + shard,
-                        "wild": wild,
-                        "waivers": [waiver.request() for waiver in waivers],
-                        "traced": 0 if shard or compiled else min(size, TRACED),
-                    },
-                    weight=size,
-                )
-            )
+            request = {
+                "do": "check",
+                "operations": size,
+                "seed": (seed * 3 + mode) * 1_000_003 + shard,
+                "wild": wild,
+                "waivers": [waiver.request() for waiver in waivers if waiver not in alone],
+                "traced": 0 if shard or configured.compiled else min(size, TRACED),
+                "capabilities": common,
+                "recording": common is not None,
+            }
+            jobs.append(Job(f"{label}, {name}", configured, request, weight=size))
+        if config.device != "cpu" and configured.debug and budget:
+            for channel in ("tokens", "lengths"):
+                request = {
+                    "do": "check",
+                    "given": [_consume_twice(channel, compiled=configured.compiled).as_json()],
+                    "waivers": [waiver.request() for waiver in alone],
+                }
+                jobs.append(Job(f"{label}, {name}", configured, request))
     return jobs
+
+
+def _consume_twice(channel: str, *, compiled: bool) -> Trace:
+    """The smallest trace that consumes a row twice."""
+    operations = (Admit(((0, 1, 1),)), Adopt(), Law("consume-twice", channel=channel))
+    return Trace(Header(pool=2, block=1, debug=True, compiled=compiled), operations)
+
+
+def _provokes(trace: dict[str, Any]) -> bool:
+    """Whether a trace provokes an assertion."""
+    return any(operation.get("law") == "consume-twice" for operation in trace["operations"])
 
 
 def check_trees(
@@ -191,6 +215,7 @@ def check_trees(
     relocated: dict[str, str] | None = None,
     declared: list[list[str]] | None = None,
     fault: str | None = None,
+    device: str = "cpu",
     progress: Callable[[Job, int], None] | None = None,
     answered: Callable[[Answer], None] | None = None,
     finished: Callable[[TreeReport], None] | None = None,
@@ -209,14 +234,12 @@ def check_trees(
     start = time.monotonic()
     plans = [
         plan(
-            tree,
+            tree.label,
+            Config(str(tree.root), device, False, False, relocated or {}, declared or [], fault),
             profile,
             seed=seed,
             wild=wild,
             waivers=waivers,
-            relocated=relocated or {},
-            declared=declared or [],
-            fault=fault,
         )
         for tree in trees
     ]
@@ -228,7 +251,7 @@ def check_trees(
             answer = next(answers)
             if answered is not None:
                 answered(answer)
-            _add(report, answer, single=len(trees) == 1)
+            add(report, answer, single=len(trees) == 1)
         report.deviations.sort(key=lambda d: (d["mode"], d["clause"], d["anomaly"]))
         report.seconds = round(time.monotonic() - start, 2)
         start = time.monotonic()
@@ -238,7 +261,13 @@ def check_trees(
     return reports
 
 
-def _add(report: TreeReport, answer: Answer, *, single: bool) -> None:
+def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
+    """Put one job's answer into its tree's report.
+
+    Raises:
+        SuiteFault: the worker failed in the suite's own code.
+        NoEntryPoint, UserError: the tree cannot be checked and is the only one (`single`).
+    """
     if answer.error is not None:
         status, message = answer.error["status"], answer.error["message"]
         if status == 3:
@@ -266,6 +295,25 @@ def _add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     for name, state in result["waivers"].items():
         if state != "elsewhere":
             report.waivers[name] = state
+
+
+def result_of(answer: Answer) -> dict[str, Any]:
+    """A job's result.
+
+    Raises:
+        SuiteFault: the worker died, or failed in the suite's own code.
+        NoEntryPoint, UserError: the tree cannot be checked.
+    """
+    label = answer.job.label
+    if answer.crash is not None:
+        raise SuiteFault(f"{label}: a worker died ({answer.crash.how})")
+    if answer.error is not None:
+        status, message = answer.error["status"], answer.error["message"]
+        if status == 3:
+            raise SuiteFault(f"{label}: {message}\n{answer.error['traceback']}")
+        raise (NoEntryPoint if status == 125 else UserError)(f"{label}: {message}")
+    assert answer.result is not None
+    return answer.result
 
 
 def _merge(found: list[dict[str, Any]], deviation: dict[str, Any]) -> None:

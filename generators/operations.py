@@ -151,7 +151,9 @@ class Law(Operation):
 
     ``law`` is one of :data:`LAWS`; ``keep`` and ``then`` are row selections where the law filters,
     ``cut`` splits the rows where it merges; ``form`` is ``relayed`` (rows live in the relay) or
-    ``stored`` (rows live in the five tensors); ``mirrors`` puts host mirrors on every operand.
+    ``stored`` (rows live in the five tensors); ``mirrors`` puts host mirrors on every operand;
+    ``channel`` (``tokens`` or ``lengths``) consumes only that one twice, where one failed assertion
+    ends the process.
     """
 
     op: ClassVar[str] = "law"
@@ -161,6 +163,7 @@ class Law(Operation):
     keep: tuple[int, ...] = ()
     then: tuple[int, ...] = ()
     cut: int = 0
+    channel: str = ""
 
     @property
     def name(self) -> str:
@@ -174,6 +177,8 @@ class Law(Operation):
             parts.append(f"then {list(self.then)}")
         if self.cut:
             parts.append(f"cut {self.cut}")
+        if self.channel:
+            parts.append(self.channel)
         return " ".join(parts)
 
 

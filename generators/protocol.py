@@ -46,11 +46,14 @@ class Capabilities:
         defers_prefill: its scheduler may decode between two chunks of a prompt.
         idle: its argument checks admit DP attention with DFlash on CUDA, so idle batches occur.
         token_bits: token ids survive below ``2**token_bits`` on the whole path.
+        survives_assertion: the process can go on after a failed assertion (not on a GPU), so that
+            laws may provoke one.
     """
 
     idle: bool = True
     defers_prefill: bool = True
     token_bits: int = 63
+    survives_assertion: bool = True
 
 
 @dataclass(slots=True)
@@ -503,7 +506,7 @@ def _draw_idle(state: State, choose: Choices, capabilities: Capabilities) -> Ope
 # -- laws and wild uses ------------------------------------------------------------------------
 
 
-def _refuse_law(state: State, operation: Operation, _: Capabilities) -> str | None:
+def _refuse_law(state: State, operation: Operation, capabilities: Capabilities) -> str | None:
     assert isinstance(operation, Law)
     rows = len(state.running)
     if operation.law not in LAWS:
@@ -512,8 +515,13 @@ def _refuse_law(state: State, operation: Operation, _: Capabilities) -> str | No
         return f"there is no form {operation.form!r}"
     if not rows or state.prefill is not None:
         return "there is no running batch to take copies of"
-    if operation.law == "consume-twice" and not (state.header.debug and state.header.overlap):
-        return "nothing is consumed without debug assertions and overlap"
+    if operation.law == "consume-twice":
+        if not (state.header.debug and state.header.overlap):
+            return "nothing is consumed without debug assertions and overlap"
+        if not capabilities.survives_assertion and not operation.channel:
+            return "a failed assertion ends the process, so it takes one channel at a time"
+    if operation.channel not in ("", "tokens", "lengths"):
+        return f"there is no channel {operation.channel!r}"
     if any(not 0 <= i < rows for i in operation.keep):
         return "it keeps rows that do not run"
     if any(not 0 <= i < len(operation.keep) for i in operation.then):
@@ -535,12 +543,14 @@ def _refuse_law(state: State, operation: Operation, _: Capabilities) -> str | No
     return None
 
 
-def _draw_law(state: State, choose: Choices, _: Capabilities) -> Operation | None:
+def _draw_law(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
     rows = len(state.running)
     if not rows or state.prefill is not None:
         return None
     law = LAWS[choose.below(len(LAWS))]
-    if law == "consume-twice" and not (state.header.debug and state.header.overlap):
+    if law == "consume-twice" and not (
+        state.header.debug and state.header.overlap and capabilities.survives_assertion
+    ):
         return None
     form = ("relayed", "stored")[choose.below(2)]
     mirrors = bool(choose.below(2))

@@ -56,7 +56,8 @@ def test_the_parent_never_imports_torch() -> None:
     code = (
         "import sys, conformance.cli, conformance.pool, conformance.runner, conformance.waivers, "
         "conformance.report.document, conformance.report.files, conformance.report.terminal, "
-        "conformance.sut.source, conformance.declarations, conformance.faults; "
+        "conformance.sut.source, conformance.declarations, conformance.faults, "
+        "conformance.gate, conformance.report.gate, conformance.emit.target; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -53,15 +53,20 @@ def document(
         "deviations": deviations,
         "trees": trees,
         "not_covered": list(NOT_COVERED),
-        "environment": {
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "hypothesis": metadata.version("hypothesis"),
-            "roots": {r.tree.label: str(r.tree.root) for r in reports},
-            "torch": next((r.surface["torch"] for r in reports if r.surface), None),
-            "triton": next((r.surface["triton"] for r in reports if r.surface), None),
-        },
+        "environment": environment(reports),
         "timings": {r.tree.label: r.seconds for r in reports},
+    }
+
+
+def environment(reports: Sequence[TreeReport]) -> dict[str, Any]:
+    """What the trees ran on."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "hypothesis": metadata.version("hypothesis"),
+        "roots": {r.tree.label: str(r.tree.root) for r in reports},
+        "torch": next((r.surface["torch"] for r in reports if r.surface), None),
+        "triton": next((r.surface["triton"] for r in reports if r.surface), None),
     }
 
 

@@ -1,4 +1,4 @@
-"""Write a report folder: report.json, junit.xml, summary.md and one file per failure.
+"""Write a report folder: report.json, junit.xml, summary.md, annotations.txt, a file per failure.
 
 Each file appears whole or not at all.
 """
@@ -10,11 +10,12 @@ import os
 import shlex
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from conformance.errors import UserError
-from conformance.report import explain
+from conformance.report import explain, github
 from conformance.sut import lines
 
 
@@ -36,30 +37,53 @@ def open_folder(path: Path) -> Path:
 
 
 def write(folder: Path, report: dict[str, Any]) -> dict[str, Path]:
-    """Write the folder; returns the failure file of every deviation by its stem.
+    """Write the folder of a run or matrix; see :func:`write_texts`."""
+    verdict = "notice" if report["verdict"] == "conforms" else "error"
+    first = github.line(verdict, "dflash-conformance", f"{report['tree']} {report['verdict']}")
+    notes = github.limited([first, *github.of_deviations(report["deviations"])])
+    texts = {
+        "junit.xml": xml(suites(report["trees"])),
+        "summary.md": summary(report),
+        "annotations.txt": "\n".join(notes) + "\n",
+    }
+    return write_texts(folder, report, texts)
+
+
+def write_texts(
+    folder: Path,
+    report: dict[str, Any],
+    texts: dict[str, str],
+    traces: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Path]:
+    """Write report.json, `texts` by file name, and one replayable file per deviation.
+
+    Args:
+        traces: further traces by file name below ``changes/``.
+
+    Returns:
+        The failure file of every deviation by its stem.
 
     Raises:
         UserError: the folder cannot be written any more.
     """
     try:
-        return _write_all(open_folder(folder), report)
+        open_folder(folder)
+        files = {}
+        for stale in [*folder.glob("failures/*.json"), *folder.glob("changes/*.json")]:
+            stale.unlink()
+        for deviation in report["deviations"]:
+            path = folder / "failures" / f"{stem(deviation)}.json"
+            _write(path, _json({"schema": report["schema"], "seed": report["seed"], **deviation}))
+            files[stem(deviation)] = path
+        for name, trace in (traces or {}).items():
+            (folder / "changes").mkdir(exist_ok=True)
+            _write(folder / "changes" / f"{name}.json", _json(trace))
+        _write(folder / "report.json", _json(report))
+        for name, text in texts.items():
+            _write(folder / name, text)
+        return files
     except OSError as error:
         raise UserError(f"report folder {folder}: {error.strerror}") from None
-
-
-def _write_all(folder: Path, report: dict[str, Any]) -> dict[str, Path]:
-    failures = folder / "failures"
-    for stale in failures.glob("*.json"):
-        stale.unlink()
-    files = {}
-    for deviation in report["deviations"]:
-        path = failures / f"{stem(deviation)}.json"
-        _write(path, _json({"schema": report["schema"], "seed": report["seed"], **deviation}))
-        files[stem(deviation)] = path
-    _write(folder / "report.json", _json(report))
-    _write(folder / "junit.xml", junit(report))
-    _write(folder / "summary.md", summary(report))
-    return files
 
 
 def stem(deviation: dict[str, Any]) -> str:
@@ -79,10 +103,10 @@ def _json(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=2) + "\n"
 
 
-def junit(report: dict[str, Any]) -> str:
-    """One test suite per tree, one case per clause."""
+def suites(trees: Sequence[dict[str, Any]]) -> ET.Element:
+    """JUnit: one test suite per tree, one case per clause."""
     root = ET.Element("testsuites", name="dflash-conformance")
-    for tree in report["trees"]:
+    for tree in trees:
         by_clause: dict[str, list[dict[str, Any]]] = {}
         for deviation in tree["deviations"]:
             by_clause.setdefault(deviation["clause"], []).append(
@@ -119,6 +143,11 @@ def junit(report: dict[str, Any]) -> str:
             ET.SubElement(case, "error", message=tree["refusal"])
         for key, value in counts.items():
             suite.set(key, str(value))
+    return root
+
+
+def xml(root: ET.Element) -> str:
+    """An XML file's text."""
     ET.indent(root)
     return ET.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 

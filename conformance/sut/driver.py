@@ -113,12 +113,18 @@ class Driver:
         header: the trace's setting.
         sink: receives every observation right after its call; tensors in it are the tree's own
             and change with the next call.
+        recording: also observe which batch fields a call rebinds.
     """
 
     def __init__(
-        self, surface: Surface, header: Header, sink: Callable[[Observation], None]
+        self,
+        surface: Surface,
+        header: Header,
+        sink: Callable[[Observation], None],
+        *,
+        recording: bool = False,
     ) -> None:
-        self.surface, self.header = surface, header
+        self.surface, self.header, self.recording = surface, header, recording
         self.device = surface.device.device
         surface.settings.set(speculative_num_draft_tokens=header.block)
         self.pool = make_pool(surface, header.pool)
@@ -181,8 +187,40 @@ class Driver:
             with contextlib.suppress(_Stopped):
                 perform(operation, effect)
 
-    def _observe(self, call: str, **aspects: Any) -> None:
-        self.sink(Observation(call, aspects))
+    def _observe(
+        self, call: str, draft: Any = None, written: dict[str, Any] | None = None, **aspects: Any
+    ) -> None:
+        self.surface.device.settle()
+        self.sink(Observation(call, aspects, draft, written))
+
+    def _before(self, batch: Any) -> tuple[Any, ...]:
+        """What :meth:`_written` compares with."""
+        return self._batch_values(batch) if self.recording else ()
+
+    def _written(self, batch: Any, before: tuple[Any, ...]) -> dict[str, Any] | None:
+        """Batch fields that were rebound since `before`; None where nobody records them.
+
+        Of small integers nobody can tell whether they were set again, so they do not count.
+        """
+        if not self.recording:
+            return None
+        after = self._batch_values(batch)
+        fields = zip(self._batch_fields, before, after, strict=True)
+        return {k: new for k, old, new in fields if new is not old and type(new) is not int}
+
+    def _requests(self, batch: Any) -> dict[str, list[int]]:
+        """What a call may change on the batch's requests, where it is recorded."""
+        if not self.recording:
+            return {}
+        names = ("decode_batch_idx", "kv_allocated_len", "kv_committed_len")
+        return {f"requests.{name}": [getattr(host, name) for host in batch.reqs] for name in names}
+
+    def _carried(self, **values: Tensor) -> dict[str, list[str]]:
+        """Which values live in the worker's output buffers, where it is recorded."""
+        if not self.recording:
+            return {}
+        theirs = {storage(buffer) for pair in self._output for buffer in pair}
+        return {"carried": [name for name, value in values.items() if storage(value) in theirs]}
 
     def _call(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the tree; an exception becomes an observation and ends the operation."""
@@ -202,6 +240,7 @@ class Driver:
         self.calls += 1
         try:
             function(*args)
+            self.surface.device.settle()
         except (StandInUsed, HarnessGap):
             raise
         except Exception as error:
@@ -304,7 +343,8 @@ class Driver:
         """What happens before a forward: the two resolves, lengths first."""
         if self.header.overlap:
             self._call(call, self.relay.resolve_seq_lens_cpu, batch)
-        self._call(call, self.surface.resolve_forward_inputs, batch, self.relay)
+        with self.surface.device.forward():
+            self._call(call, self.surface.resolve_forward_inputs, batch, self.relay)
 
     def _isolation(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """The scheduler's own transaction around a forward, if the tree has one."""
@@ -332,7 +372,7 @@ class Driver:
         """
         before = self._batch_values(batch)
         draft = None
-        with self._isolation(batch):
+        with self._isolation(batch), self.surface.device.forward():
             slots = batch.req_pool_indices
             # A forward may rebind any field in the middle; the transaction must undo it all.
             for name in self._batch_fields:
@@ -341,6 +381,7 @@ class Driver:
             lengths = draft.new_seq_lens
             self._observe(
                 "build",
+                draft,
                 tokens=getattr(draft, self._token_field),
                 lengths=lengths,
                 undeclared=self._undeclared("draft", draft),
@@ -484,6 +525,7 @@ class Driver:
         for host, committed in zip(batch.reqs, effect.committed, strict=True):
             host.kv_committed_len = committed
         draft = batch.spec_info
+        before = self._before(batch)
         self._call("prepare", draft.prepare_for_decode, batch)
         planning = getattr(draft, "planning_seq_lens_cpu", None)
         aspects: dict[str, Any] = {}
@@ -492,7 +534,15 @@ class Driver:
             aspects.update(committed=batch.seq_lens_cpu, committed_sum=batch.seq_lens_sum)
         if planning is not None:
             aspects.update(planning=planning, planning_sum=draft.planning_seq_lens_sum)
-        self._observe("prepare", undeclared=self._undeclared("draft", draft), **aspects)
+        self._observe(
+            "prepare",
+            draft,
+            self._written(batch, before),
+            undeclared=self._undeclared("draft", draft),
+            **aspects,
+            **self._requests(batch),
+        )
+        before = self._before(batch)
         self._resolve("resolve", batch)
         draft = batch.spec_info
         tokens = getattr(draft, self._token_field)
@@ -504,6 +554,8 @@ class Driver:
         ]
         self._observe(
             "resolve",
+            draft,
+            self._written(batch, before),
             tokens=tokens,
             lengths=batch.seq_lens,
             host=batch.seq_lens_cpu,
@@ -511,6 +563,7 @@ class Driver:
             aliased=aliased,
             staged=[batch.input_ids, batch.prefill_input_ids_cpu],
             **self._relay_aspects(),
+            **self._carried(tokens=tokens, lengths=batch.seq_lens),
         )
         output, output_lengths = self._output[self._turn]
         self._turn ^= 1
@@ -571,7 +624,7 @@ class Driver:
             aspects.update(self._stored_layout(draft))
         aspects.update(self._relay_aspects())
         aspects["held"] = all(torch.equal(tensor, value) for tensor, value in held)
-        self._observe(call, **aspects, **more)
+        self._observe(call, draft, **aspects, **more)
 
     def _idle(self, operation: Idle, effect: Effect) -> None:
         batch = self._new_batch([], [], [])
@@ -600,7 +653,7 @@ class Driver:
             self._observe_idle_input(effect)
             return
         if operation.law == "consume-twice":
-            self._consume_twice(effect)
+            self._consume_twice(operation, effect)
             return
         if operation.law == "resolve-nothing":
             self._resolve_nothing(effect)
@@ -722,6 +775,7 @@ class Driver:
         }
         self._observe(
             call,
+            draft,
             future=draft.future_indices,
             **(
                 {
@@ -812,7 +866,7 @@ class Driver:
                 setattr(relay, buffer, getattr(self.relay, buffer).clone())
         return relay
 
-    def _consume_twice(self, effect: Effect) -> None:
+    def _consume_twice(self, operation: Law, effect: Effect) -> None:
         """Write the running rows of a relay of its own, then resolve them twice (debug only)."""
         relay = make_relay(self.surface, self.pool, needs_cpu_seq_lens=False)
         batch = copy.copy(self.running)
@@ -822,11 +876,13 @@ class Driver:
             batch.spec_info.direct_carry_valid = False
         relay.publish(slots, lengths)
         relay.stash(slots, self.surface.payload(batch.spec_info))
-        outcomes = {}
+        outcomes: dict[str, Any] = {}
         resolves = {"tokens": lambda: self.surface.resolve_forward_inputs(batch, relay)}
         if self.surface.poison_lengths:
             resolves["lengths"] = lambda: relay.resolve_seq_lens_cpu(batch)
         for channel, resolve in resolves.items():
+            if operation.channel not in ("", channel):
+                continue
             first = self._try(resolve)
             # Publishing the padding row arms the freshness flag again, and only that: what must
             # refuse the second time is the poison in the consumed rows.
@@ -834,7 +890,8 @@ class Driver:
             second = self._try(resolve)
             refused = second is not None and second.kind == self.surface.device.assertion
             outcomes[channel] = [first is None, refused]
-        self._observe("consume-twice", **outcomes)
+        # After a failed assertion there may be no device left to wait for.
+        self.sink(Observation("consume-twice", outcomes))
 
     def _resolve_nothing(self, effect: Effect) -> None:
         """Resolve a relayed draft input of zero rows on a copied relay."""

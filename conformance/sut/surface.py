@@ -12,15 +12,15 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from conformance.errors import NoEntryPoint
-from conformance.sut.device import PlainDevice
+from conformance.sut.device import Device
 from conformance.sut.fields import FIELDS, Field
 from conformance.sut.isolation import Edit, Isolation, StandInUsed
 from generators.protocol import Capabilities
@@ -79,6 +79,10 @@ def _false(*_: Any, **__: Any) -> bool:
     return False
 
 
+def _true(*_: Any, **__: Any) -> bool:
+    return True
+
+
 _PLATFORM_QUESTIONS = (
     "is_cuda",
     "is_hip",
@@ -89,7 +93,7 @@ _PLATFORM_QUESTIONS = (
     "is_musa",
     "is_pin_memory_available",
 )
-"""Functions by which a tree asks where it runs; on plain tensors every answer is no."""
+"""Functions by which a tree asks where it runs; the device answers."""
 
 
 def _slots(_: Any, count: int) -> torch.Tensor:
@@ -120,13 +124,15 @@ class Surface:
         token_field: the draft input's field for the bonus token.
         token_argument: the builders' parameter for it.
         capabilities: what the protocol's rules depend on.
-        features: names of optional capabilities (see :data:`FEATURES`).
+        features: names of optional capabilities (see :data:`conformance.words.FEATURES`).
         census: declared fields of this tree, by owner.
+        fields: attributes of a draft input and of the relay, by owner.
+        functions: public functions of the surface and how they are called.
         notes: what was not recognised, one line each.
     """
 
     root: Path
-    device: PlainDevice
+    device: Device
     loader: Isolation
     debug: bool
     settings: Settings
@@ -154,6 +160,8 @@ class Surface:
     capabilities: Capabilities = field(default_factory=Capabilities)
     features: frozenset[str] = frozenset()
     census: dict[str, dict[str, Field]] = field(default_factory=dict)
+    fields: dict[str, list[str]] = field(default_factory=dict)
+    functions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def draft_fields(self, kind: str) -> list[Field]:
@@ -169,9 +177,16 @@ class Surface:
             "triton": getattr(sys.modules.get("triton"), "__version__", None),
             "digest": loader.digest(),
             "features": sorted(self.features),
-            "token_field": self.token_field,
+            "roles": {
+                "draft.tokens": self.token_field,
+                "relay.tokens": self.token_channel,
+                "relay.lengths": self.length_channel,
+            },
             "token_dtype": str(self.token_dtype).removeprefix("torch."),
             "token_bits": self.capabilities.token_bits,
+            "capabilities": asdict(self.capabilities),
+            "fields": self.fields,
+            "functions": self.functions,
             "real": sorted(loader.loaded),
             "doubles": sorted(loader.used_doubles) + self.device.doubles,
             "inert": sorted(loader.inert),
@@ -180,23 +195,9 @@ class Surface:
         }
 
 
-FEATURES = {
-    "idle": "idle batches occur with DFlash",
-    "debug": "debug assertions are on in this process",
-    "freshness": "debug: a publish is consumed once",
-    "host_index_filter": "filter_batch takes host indices beside device indices",
-    "host_lengths_lag": "host lengths lag by design; planning bounds travel with the draft input",
-    "direct_carry": "a batch whose shape did not change skips the relay",
-    "isolation": "the scheduler restores batch fields after a forward",
-    "poison_lengths": "debug: resolving lengths consumes them",
-    "channels": "the relay's token and length buffers were recognised",
-}
-"""Optional capabilities of a tree, as clauses and reports name them."""
-
-
 def open_tree(
     root: Path,
-    device: PlainDevice,
+    device: Device,
     *,
     debug: bool,
     edits: Mapping[str, Edit] | None = None,
@@ -227,7 +228,9 @@ def open_tree(
     def answer(*_: Any, **__: Any) -> Settings:
         return settings
 
-    doubles: dict[str, Any] = {f"*.{name}": _false for name in _PLATFORM_QUESTIONS}
+    doubles: dict[str, Any] = {
+        f"*.{name}": _true if name in device.answers else _false for name in _PLATFORM_QUESTIONS
+    }
     # Old trees re-allocate behind the carried watermark on every prepare. What the slots are is
     # the KV clauses' business; here they only have to exist.
     doubles["*.alloc_token_slots"] = _slots
@@ -325,17 +328,20 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
     surface.prefill_arguments = frozenset(prefill)
     surface.decode_arguments = frozenset(decode)
     surface.filter_arguments = frozenset(_keywords(surface.draft_input.filter_batch))
-    if surface.token_argument not in fields:
-        raise NoEntryPoint(f"the draft input has no field {surface.token_argument!r}")
-    surface.token_field = surface.token_argument
+    surface.token_field = _token_field(surface)
 
     census: dict[str, dict[str, Field]] = {"draft": {}, "relay": {}}
-    for record in (*FIELDS, *declared):
+    # Whatever the tree calls the bonus token's field: it was recognised, so it needs no record.
+    for record in (*FIELDS, Field("draft", surface.token_field, "row"), *declared):
         census[record.owner][record.name] = record
     surface.census = census
 
     relay = make_relay(surface, make_pool(surface, 4), needs_cpu_seq_lens=True)
-    _probe_channels(surface, relay)
+    draft = _probe_channels(surface, relay)
+    for channel in filter(None, (surface.token_channel, surface.length_channel)):
+        census["relay"].setdefault(channel, Field("relay", channel, "channel"))
+    surface.fields = {"draft": sorted(vars(draft)), "relay": sorted(vars(relay))}
+    surface.functions = dict(_functions(surface))
     surface.poison_tokens = _poisoned(surface, relay, surface.token_channel)
     surface.poison_lengths = _poisoned(surface, relay, surface.length_channel)
     idle, reason = idle_is_legal(surface.root)
@@ -346,6 +352,7 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         idle=idle,
         defers_prefill="_should_defer_prefill" in getattr(scheduler, "__dict__", {}),
         token_bits=_token_bits(surface),
+        survives_assertion=surface.device.survives_assertion,
     )
     features = {
         "idle": idle,
@@ -356,9 +363,22 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         "direct_carry": "direct_carry_valid" in fields,
         "isolation": surface.isolation_of is not None,
         "poison_lengths": surface.poison_lengths,
+        "poison_tokens": surface.poison_tokens,
         "channels": bool(surface.token_channel and surface.length_channel),
     }
     surface.features = frozenset(name for name, present in features.items() if present)
+
+
+def _token_field(surface: Surface) -> str:
+    """The draft input's attribute that holds the bonus tokens, found by building one."""
+    token, device = 77_001, surface.device.device
+    draft: object = make_draft_input(
+        surface, torch.tensor([token], device=device), torch.tensor([1], device=device)
+    )
+    for name, value in vars(draft).items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and int(value) == token:
+            return name
+    raise NoEntryPoint("the worker's builder makes a draft input without its bonus tokens")
 
 
 def _poisoned(surface: Surface, relay: Any, channel: str | None) -> bool:
@@ -407,8 +427,52 @@ def make_draft_input(
     return surface.worker._make_next_draft_input_decode(surface.builder, **extra)
 
 
-def _probe_channels(surface: Surface, relay: Any) -> None:
-    """Find the two channels by writing a row through the public calls and looking for it."""
+def _functions(surface: Surface) -> Iterator[tuple[str, str]]:
+    """Public functions of the surface by qualified name, with their parameters.
+
+    An optional parameter is written ``name=``; parameters after ``*`` go by name only.
+    """
+    module = sys.modules[RELAY]
+    for name, function in vars(module).items():
+        if inspect.isfunction(function) and function.__module__ == RELAY and name[0] != "_":
+            yield name, _parameters(function)
+    owners: list[tuple[Any, Sequence[str]]] = [
+        (owner, [name for name in vars(owner) if name[0] != "_"])
+        for owner in (
+            surface.future_map,
+            surface.draft_input,
+            getattr(module, "RelayPayload", None),
+        )
+        if owner is not None
+    ]
+    owners.append((surface.schedule_batch, ("filter_batch", "merge_batch")))
+    builders = ("_make_next_draft_input_prefill", "_make_next_draft_input_decode")
+    owners.append((surface.worker, builders))
+    for owner, names in owners:
+        for name in names:
+            function = inspect.unwrap(getattr(owner, name))
+            if inspect.isroutine(function):
+                yield f"{owner.__name__}.{name}", _parameters(function)
+
+
+def _parameters(function: Any) -> str:
+    words: list[str] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in ("self", "cls"):
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
+            words.append("*")
+        optional = parameter.default is not parameter.empty
+        words.append(f"{name}=" if optional else name)
+    return f"({', '.join(words)})"
+
+
+def _probe_channels(surface: Surface, relay: Any) -> Any:
+    """Find the two channels by writing a row through the public calls and looking for it.
+
+    Returns:
+        The draft input that was written.
+    """
     device = surface.device.device
     slots = torch.tensor([2], device=device)
     token, length = 77_001, 88_003
@@ -436,6 +500,7 @@ def _probe_channels(surface: Surface, relay: Any) -> None:
             surface.notes.append(
                 f"the relay's {what} buffer was not recognised: white-box clauses are not checked"
             )
+    return draft
 
 
 def _token_bits(surface: Surface) -> int:

@@ -112,7 +112,12 @@ class _Worker:
 
     def loop(self, lines: Iterator[str]) -> None:
         serves: dict[str, Callable[..., dict[str, Any]]]
-        serves = {"check": self._check, "replay": self._replay}
+        serves = {
+            "describe": self._describe,
+            "check": self._check,
+            "record": self._record,
+            "replay": self._replay,
+        }
         for line in lines:
             request = json.loads(line)
             try:
@@ -122,16 +127,25 @@ class _Worker:
             else:
                 _send(self.stream, event="result", **answer)
 
+    def _describe(self) -> dict[str, Any]:
+        return {"surface": self.surface.as_json()}
+
     def _check(
         self,
-        operations: int,
-        seed: int,
+        operations: int = 0,
+        seed: int = 0,
         wild: bool = False,
         waivers: list[dict[str, Any]] | None = None,
         stop_at_first: bool = False,
         traced: int = 0,
+        capabilities: dict[str, Any] | None = None,
+        recording: bool = False,
+        given: Sequence[dict[str, Any]] = (),
     ) -> dict[str, Any]:
         from conformance.engine import check
+        from conformance.record import as_table
+        from generators.operations import Trace
+        from generators.protocol import Capabilities
 
         states, witnessed = {}, {}
         for waiver in waivers or ():
@@ -157,6 +171,9 @@ class _Worker:
             progress=progress,
             recorder=self.recorder,
             stop_at_first=stop_at_first,
+            capabilities=Capabilities(**capabilities) if capabilities is not None else None,
+            recording=recording,
+            given=[Trace.from_json(trace) for trace in given],
         )
         deviations = [d for d in result.deviations if (d.clause, d.anomaly) not in witnessed]
         for found in result.deviations:
@@ -171,9 +188,19 @@ class _Worker:
             "traces": result.traces,
             "reached": dict(result.reached),
             "waivers": states,
+            "recorded": as_table(result.recorded) if recording else None,
             "unexecuted": self._unexecuted(traced, seed) if traced else None,
             "surface": self.surface.as_json(),
         }
+
+    def _record(self, trace: dict[str, Any], wanted: Sequence[str] = ()) -> dict[str, Any]:
+        from conformance.record import record
+        from generators.operations import Trace
+
+        parsed = Trace.from_json(trace)
+        if self.recorder is not None:
+            self.recorder(parsed, 0)
+        return record(self.surface, parsed, wanted).as_json()
 
     def _unexecuted(self, operations: int, seed: int) -> dict[str, dict[str, list[int]]]:
         """Lines of the surface that a traced sample of `operations` never reaches."""
@@ -221,17 +248,27 @@ class _Worker:
         trace: dict[str, Any],
         waivers: Sequence[dict[str, Any]] = (),
         wild: bool = False,
+        emit: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        """Replay a trace; or `emit` the test of the deviation that it showed, without replaying."""
         from conformance.engine import capabilities_for, replay_one
-        from conformance.errors import UserError
+        from conformance.errors import NotOnThisTree, UserError
         from generators.operations import Trace
-        from generators.protocol import IllegalOperation, check
+        from generators.protocol import Capabilities, IllegalOperation, check
 
         parsed = self._fit(Trace.from_json(trace))
         try:
+            check(parsed, Capabilities())
+        except IllegalOperation as error:
+            raise UserError(f"the trace is not legal: {error}") from None
+        try:
             check(parsed, capabilities_for(self.surface, wild=wild))
         except IllegalOperation as error:
-            raise UserError(f"the trace is not legal on this tree: {error}") from None
+            raise NotOnThisTree(f"the trace is not legal on this tree: {error}") from None
+        if emit is not None:
+            from conformance.emit.emitted import emit as test_of
+
+            return {"test": test_of(self.surface, emit)}
         if self.recorder is not None:
             self.recorder(parsed, 0)
         deviation = replay_one(self.surface, parsed)

@@ -1,0 +1,167 @@
+"""Names for people: what a recorded thing, a call and a capability are called in reports."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+FEATURES = {
+    "idle": "idle batches occur with DFlash",
+    "debug": "debug assertions",
+    "freshness": "debug: a publish is consumed once",
+    "host_index_filter": "filter_batch takes host indices beside device indices",
+    "host_lengths_lag": "host lengths lag by design; planning bounds travel with the draft input",
+    "direct_carry": "a batch whose shape did not change skips the relay",
+    "isolation": "the scheduler restores batch fields after a forward",
+    "poison_lengths": "debug: resolving lengths consumes them",
+    "poison_tokens": "debug: resolving tokens consumes them",
+    "channels": "the relay's token and length buffers were recognised",
+}
+"""Optional capabilities of a tree, as clauses and reports name them."""
+
+CAPABILITIES = {
+    "idle": "idle batches occur with DFlash",
+    "defers_prefill": "the scheduler may decode between two chunks of a prompt",
+    "token_bits": "bits of a token id on the whole path",
+}
+"""What a tree can do, as far as the protocol's rules depend on it."""
+
+THINGS = {
+    "tokens": "bonus tokens",
+    "lengths": "KV lengths",
+    "future": "future_indices",
+    "requests": "the order of requests",
+    "slots": "req_pool_indices",
+    "slots_cpu": "req_pool_indices_cpu",
+    "prompts": "orig_seq_lens",
+    "sampling": "sampling rows",
+    "relay_tokens": "token rows of the relay",
+    "relay_lengths": "length rows of the relay",
+    "host": "host lengths (seq_lens_cpu)",
+    "host_sum": "sum of host lengths (seq_lens_sum)",
+    "input_ids": "input_ids",
+    "seq_lens": "seq_lens",
+    "staged": "staged inputs",
+    "batch": "batch fields that it sets",
+    "changed": "batch fields not restored after a forward",
+    "carried": "values that stay in the worker's output buffers",
+    "aliased": "values that share storage with the relay",
+    "copied": "whether the relay copies what it is given",
+    "right_intact": "whether the right operand is left as it was",
+    "right_shared": "tensors shared with the right operand",
+    "held": "whether tensors that others hold are left as they were",
+    "twice.tokens": "whether consuming tokens twice is refused",
+    "twice.lengths": "whether consuming lengths twice is refused",
+    "unchanged": "whether an idle step leaves events, flags and buffers alone",
+    "forms": "which operands are relayed",
+    "outcome": "outcome",
+    "error": "exception",
+}
+"""What recorded things are called, in the order of reports."""
+
+_CALLS = (
+    "relay",
+    "build",
+    "publish",
+    "stash",
+    "restore",
+    "prepare",
+    "resolve",
+    "admit-resolve",
+    "idle-resolve",
+    "filter",
+    "absorb-filter",
+    "retract",
+    "merge",
+    "idle",
+)
+"""Calls of the hand-over itself, in the order of a step; laws and wild uses come after them."""
+
+NONE = "None"
+"""The form of a thing that is not there."""
+
+
+def thing(name: str) -> str:
+    """A recorded thing in words."""
+    owner, dot, field = name.partition(".")
+    if not dot or name in THINGS:
+        return THINGS.get(name, name)
+    field = {"tokens": "bonus tokens", "lengths": "KV lengths"}.get(field, field)
+    return {
+        "draft": f"draft input's {field}",
+        "relay": f"relay's {field}",
+        "batch": f"batch's {field}",
+        "requests": f"requests' {field}",
+        "stored": f"stored {field}",
+        "idle": f"{field} of an idle draft input",
+    }.get(owner, name)
+
+
+def call_order(call: str) -> tuple[int, str]:
+    """Sorts calls in the order of a step."""
+    return (_CALLS.index(call) if call in _CALLS else len(_CALLS), call)
+
+
+def order(name: str, place: str) -> tuple[int, int, str]:
+    """Sorts changes: what the model speaks of first, then fields."""
+    names = list(THINGS)
+    rank = names.index(name) if name in THINGS else len(names)
+    return (rank, call_order(place.partition(": ")[0])[0], name)
+
+
+def change(
+    name: str, facet: str, calls: Sequence[str], before: Sequence[str], after: Sequence[str]
+) -> str:
+    """One line for a change of form (``form``) or of values (``value``)."""
+    what = thing(name)
+    where = min(calls, key=call_order)
+    if name in ("error", "outcome"):
+        return f"{where}: {_outcome(before)} -> {_outcome(after)}"
+    if facet == "value":
+        return f"{what}: other values at {where}"
+    if not before:
+        return f"{what}: now there at {where} ({_forms(after)})"
+    if not after:
+        return f"{what}: no longer there at {where} ({_forms(before)})"
+    verb = _widening(before, after)
+    if verb:
+        return f"{what} {verb} from {_forms(before)} to {_forms(after)}"
+    return f"{what}: {_forms(before)} -> {_forms(after)}"
+
+
+def _outcome(forms: Sequence[str]) -> str:
+    return _forms(forms) if forms and tuple(forms) != (NONE,) else "no exception"
+
+
+def _forms(forms: Sequence[str]) -> str:
+    return " or ".join(sorted(forms, key=lambda form: (form == NONE, form)))
+
+
+_INTEGER = re.compile(r"u?int(\d+)\[")
+
+
+def _widening(before: Sequence[str], after: Sequence[str]) -> str:
+    """``widen`` or ``narrow`` where only the width of integers changes."""
+    widths = [{int(m[1]) for f in forms if (m := _INTEGER.match(f))} for forms in (before, after)]
+    same = [sorted(_INTEGER.sub("int[", f) for f in forms) for forms in (before, after)]
+    if same[0] != same[1] or not all(len(width) == 1 for width in widths):
+        return ""
+    (one,), (two,) = widths
+    return "widen" if two > one else "narrow" if two < one else ""
+
+
+def answer(value: object) -> str:
+    """A capability's value in words."""
+    return {True: "yes", False: "no"}.get(value, str(value)) if type(value) is bool else str(value)
+
+
+def call_fits(before: str, after: str) -> bool:
+    """Whether every call that suited the parameters `before` suits those `after`."""
+    old, new = (text.strip("()").split(", ") if text != "()" else [] for text in (before, after))
+    kept = new[: len(old)]
+    loosened = all(
+        mine == theirs or mine == theirs.removesuffix("=")
+        for mine, theirs in zip(old, kept, strict=False)
+    )
+    added = [name for name in new[len(old) :] if name != "*"]
+    return len(new) >= len(old) and loosened and all(name.endswith("=") for name in added)
