@@ -14,6 +14,7 @@ ANOMALIES = {
     "wrong-type": "a value changed its type, or was narrowed",
     "wrong-value": "a derived value (a sum, a bound, a flag) is wrong",
     "shared-storage": "two holders share storage that must be separate",
+    "unstable": "the same arguments gave two answers",
     "undeclared": "the tree has an attribute that the census does not know",
     "unexpected-error": "the tree raised",
     "missing-error": "the tree accepted what it must refuse",

@@ -486,7 +486,7 @@ def _wild(clause: str, *, neutral: bool = False) -> tuple[Check, ...]:
 
 def _consume_twice(expected: Observation, observed: Observation, context: Context) -> Any:
     for channel, want in expected.aspects.items():
-        got = observed.aspects[channel]
+        got = observed.aspects.get(channel, want)  # a refusal may leave no device for the next one
         if got != want:
             anomaly = "missing-error" if got[0] else "unexpected-error"
             return _differ("R6", anomaly, channel, expected, observed)

@@ -25,6 +25,10 @@ the rows, of a different size for every argument."""
 
 FAMILIES = ("edges", "nan", "exact")
 
+_TOKENS = ("int32", "int64")
+_FLOATS = ("float32", "bfloat16", "float16")
+_NO_FLOATS = "none"
+
 _INT31 = 2**31 - 1
 
 
@@ -45,9 +49,10 @@ class Case:
         tokens: type of the token channel, ``int32`` or ``int64``.
         pool: rows of the request pool, or of the gathered buffers.
         width: columns of the pool; candidates per slot of a walk; top-k columns of a gather.
-        floats: type of scores and of hidden states.
+        floats: type of scores and of hidden states; ``none`` for a gather without those.
         first: number of the first row.
         seed: of everything that is not dealt.
+        misuse: a way to pass the arguments that the wrapper may refuse, or "".
     """
 
     kernel: str
@@ -61,6 +66,7 @@ class Case:
     floats: str = "float32"
     first: int = 0
     seed: int = 0
+    misuse: str = ""
 
     def __post_init__(self) -> None:
         if self.kernel not in _BUILDERS:
@@ -68,15 +74,24 @@ class Case:
         for name, known in (("layout", LAYOUTS), ("family", FAMILIES)):
             if getattr(self, name) not in known:
                 raise CaseError(f"there is no {name} {getattr(self, name)!r}")
-        for name in ("tokens", "floats"):
-            if not isinstance(getattr(torch, getattr(self, name), None), torch.dtype):
-                raise CaseError(f"there is no type {getattr(self, name)!r}")
+        for name, known in (("tokens", _TOKENS), ("floats", (*_FLOATS, _NO_FLOATS))):
+            if getattr(self, name) not in known:
+                raise CaseError(f"{name} cannot be {getattr(self, name)!r}")
         if min(self.batch, self.first) < 0 or min(self.block, self.pool, self.width) < 1:
             raise CaseError("a case needs batch and first >= 0, block, pool and width >= 1")
 
     def as_json(self) -> dict[str, Any]:
         """The record."""
         return asdict(self)
+
+    def line(self) -> str:
+        """The case on one line; what is at its default is left out."""
+        words = [f"{self.kernel}, batch {self.batch}, block {self.block}"]
+        for field in fields(self)[3:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name} {value}")
+        return ", ".join(words)
 
     @classmethod
     def from_json(cls, data: Any) -> Case:
@@ -226,11 +241,13 @@ def _accept(case: Case, device: torch.device) -> dict[str, Any]:
 
 
 def _gather(case: Case, device: torch.device) -> dict[str, Any]:
-    pool = Case("gather", case.pool, seed=case.seed)
+    pool = Case("gather", case.pool, tokens=case.tokens, seed=case.seed)
     top_p = _noise(pool, 8, case.width, device=device).to(torch.int32).view(torch.float32)
-    bits = _noise(pool, 9, case.block, device=device)
-    floats = _dtype(case.floats)
-    integers = torch.int16 if floats.itemsize == 2 else torch.int32
+    hidden = None
+    if case.floats != _NO_FLOATS:
+        floats = _dtype(case.floats)
+        integers = torch.int16 if floats.itemsize == 2 else torch.int32
+        hidden = _noise(pool, 9, case.block, device=device).to(integers).view(floats)
     tokens = _dealt_or(_noise(pool, 10, device=device), pool, _token_edges(case), 1)
     indices = _noise(case, 11, device=device) % case.pool
     return {
@@ -239,7 +256,7 @@ def _gather(case: Case, device: torch.device) -> dict[str, Any]:
         "topk_p": top_p,
         "topk_index": _noise(pool, 12, case.width, device=device) - 2**61,
         "output_tokens": tokens.to(_dtype(case.tokens)),
-        "hidden_states": bits.to(integers).view(floats),
+        "hidden_states": hidden,
     }
 
 

@@ -890,6 +890,8 @@ class Driver:
             second = self._try(resolve)
             refused = second is not None and second.kind == self.surface.device.assertion
             outcomes[channel] = [first is None, refused]
+            if refused and not self.surface.device.survives_assertion:
+                break
         # After a failed assertion there may be no device left to wait for.
         self.sink(Observation("consume-twice", outcomes))
 

@@ -262,7 +262,8 @@ class _Worker:
         except IllegalOperation as error:
             raise UserError(f"the trace is not legal: {error}") from None
         try:
-            check(parsed, capabilities_for(self.surface, wild=wild))
+            found = capabilities_for(self.surface, wild=wild)
+            check(parsed, dataclasses.replace(found, survives_assertion=True))
         except IllegalOperation as error:
             raise NotOnThisTree(f"the trace is not legal on this tree: {error}") from None
         if emit is not None:
