@@ -8,11 +8,11 @@ specification; for those there are waivers (:mod:`conformance.waivers`).
 from __future__ import annotations
 
 import datetime
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.errors import UserError
+from conformance.tables import read_tables
 
 _TEXT = ("link", "reason")
 
@@ -43,15 +43,7 @@ def load(path: Path, *, today: datetime.date | None = None) -> list[Acceptance]:
         UserError: the file is missing or malformed, in one line.
     """
     today = today or datetime.date.today()
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"acceptance file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"acceptance file {path} is not TOML: {error}") from None
-    tables = data.pop("accept", [])
-    if data or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
-        raise UserError(f"acceptance file {path}: it holds [[accept]] tables and nothing else")
+    tables = read_tables(path, "accept", "acceptance file")
     records = []
     for number, table in enumerate(tables, 1):
         where = f"acceptance file {path}: record {number}"

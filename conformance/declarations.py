@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.errors import UserError
 from conformance.sut.fields import KINDS
+from conformance.tables import read_tables
 
 
 def read_declarations(path: Path) -> list[list[str]]:
@@ -19,15 +19,9 @@ def read_declarations(path: Path) -> list[list[str]]:
     Raises:
         UserError: the file is missing or malformed, in one line.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8")).get("field", [])
-    except OSError as error:
-        raise UserError(f"--declare {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"--declare {path}: not TOML: {error}") from None
     records = []
-    for table in tables if isinstance(tables, list) else [tables]:
-        record = [table.get(key) if isinstance(table, dict) else None for key in _KEYS]
+    for table in read_tables(path, "field", "--declare"):
+        record = [table.get(key) for key in _KEYS]
         owner, name, kind = record
         if owner not in ("draft", "relay") or not isinstance(name, str) or kind not in KINDS:
             raise UserError(

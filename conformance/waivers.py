@@ -8,12 +8,12 @@ replays, never from what the random search happened to find.
 from __future__ import annotations
 
 import datetime
-import tomllib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conformance.errors import UserError
+from conformance.tables import read_tables
 from generators.operations import Trace, TraceError
 from reference.clauses import CLAUSES
 
@@ -59,16 +59,7 @@ def load(path: Path = PACKAGED, *, today: datetime.date | None = None) -> list[W
         UserError: the file or a witness is missing or malformed, in one line.
     """
     today = today or datetime.date.today()
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"waiver file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"waiver file {path} is not TOML: {error}") from None
-    tables = data.get("waiver", [])
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise UserError(f"waiver file {path}: 'waiver' must be an array of tables ([[waiver]])")
-    waivers = [_read(table, path) for table in tables]
+    waivers = [_read(table, path) for table in read_tables(path, "waiver", "waiver file")]
     return [waiver for waiver in waivers if waiver.expires > today]
 
 
