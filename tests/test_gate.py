@@ -112,6 +112,7 @@ def test_the_page_and_its_companions(folded: Comparison, tmp_path: Path) -> None
     notes = (tmp_path / "annotations.txt").read_text().splitlines()
     assert 1 < len(notes) <= 10
     assert notes[0].startswith("::error title=")
+    assert sum("to decide: " in note for note in notes) >= 4, "one line a kind, not one a change"
     root = ET.parse(tmp_path / "junit.xml").getroot()
     (changes,) = [s for s in root.iter("testsuite") if s.get("name") == "changes from 0.5.14"]
     assert int(changes.get("failures", "0")) == len(lines_of(folded))
@@ -392,6 +393,8 @@ def test_a_long_page_is_cut(folded: Comparison) -> None:
     report["changes"] = [change] * 500
     assert len(page.summary(report)) <= page.MOST_CHARACTERS
     assert "report.json has the rest" in page.summary(report)
+    assert max(map(len, page.annotated(report))) < 1_200
+    report["deviations"] = [{**d, "mode": "legal", "waiver": None} for d in report["known"]] * 20
     assert len(page.annotated(report)) == 10
 
 

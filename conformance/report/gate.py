@@ -27,6 +27,9 @@ from generators.protocol import SITUATIONS
 MOST_CHARACTERS = 60_000
 """A GitHub comment holds 65,536 characters."""
 
+_MOST_TEXT = 1_000
+"""Characters of one annotation."""
+
 _MOST_EXAMPLES = 12
 _MOST_DEVIATIONS = 6
 
@@ -382,11 +385,15 @@ def annotated(report: dict[str, Any]) -> list[str]:
     lines = [github.line(level, "DFlash hand-over", headline(report))]
     lines += github.of_deviations(report["deviations"])
     lines += [github.line("warning", "DFlash hand-over", note) for note in report["notes"]]
-    lines += [
-        github.line("warning", "DFlash hand-over changed", change["line"])
-        for change in report["changes"]
-        if change["counts"] and change["accepted"] is None
-    ]
+    for kind, title in _KINDS.items():
+        open_ = [
+            change["line"]
+            for change in report["changes"]
+            if change["kind"] == kind and change["counts"] and change["accepted"] is None
+        ]
+        if open_:
+            text = f"{_count(open_, 'change')} to decide: {'; '.join(open_)}"
+            lines.append(github.line("warning", f"DFlash hand-over: {title}", text[:_MOST_TEXT]))
     return github.limited(lines)
 
 
