@@ -315,10 +315,15 @@ def _condense(value: Any) -> tuple[str, bytes]:
         return f"raises {value.kind}", value.kind.encode()
     if isinstance(value, list | tuple | dict):
         return kind.__name__, _text(value).encode()
-    recorded = getattr(value, "recorded", None)
-    if isinstance(recorded, int):
-        return "event", b"%d" % recorded
+    if (uses := _event_uses(value)) is not None:
+        return "event", b"%d %d" % uses
     return kind.__name__, b""
+
+
+def _event_uses(value: Any) -> tuple[int, int] | None:
+    """How often a device event was recorded, and waited for; None for what is no event."""
+    recorded = getattr(value, "recorded", None)
+    return (recorded, value.waited) if isinstance(recorded, int) else None
 
 
 @lru_cache
@@ -341,7 +346,6 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(f'{k}: {_text(v)}' for k, v in value.items())}}}"
     if value is None or isinstance(value, bool | int | float | str | Outcome):
         return str(value)
-    recorded = getattr(value, "recorded", None)
-    if isinstance(recorded, int):
-        return f"recorded {recorded} times"
+    if (uses := _event_uses(value)) is not None:
+        return "recorded {} times, waited for {} times".format(*uses)
     return type(value).__name__

@@ -55,19 +55,17 @@ class Device(Protocol):
 class PlainEvent:
     """A device event that only counts: on one thread everything before it has happened."""
 
-    recorded = 0
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.recorded = 0
+        self.recorded = self.waited = 0
 
     def record(self, stream: Any = None) -> None:
         self.recorded += 1
 
     def wait(self, stream: Any = None) -> None:
-        return None
+        self.waited += 1
 
     def synchronize(self) -> None:
-        return None
+        self.waited += 1
 
     def query(self) -> bool:
         return True
@@ -119,16 +117,24 @@ class CudaDevice:
         """See :class:`Device`."""
 
         class CountedEvent(torch.cuda.Event):
-            """An event that counts its recordings."""
+            """An event that counts its recordings and who waits for it."""
 
-            recorded = 0
+            recorded = waited = 0
 
             def record(self, stream: Any = None) -> None:
                 self.recorded += 1
                 super().record(stream)
 
+            def wait(self, stream: Any = None) -> None:
+                self.waited += 1
+                super().wait(stream)
+
+            def synchronize(self) -> None:
+                self.waited += 1
+                super().synchronize()
+
         _replace(torch.cuda, "Event", CountedEvent)
-        self.doubles = ["torch.cuda.Event (counts its recordings)", *_prepare(compiled)]
+        self.doubles = ["torch.cuda.Event (counts its uses)", *_prepare(compiled)]
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
