@@ -85,8 +85,10 @@ class PlainDevice:
     def prepare(self, *, compiled: bool) -> None:
         """See :class:`Device`."""
         _replace(torch.cpu, "Event", PlainEvent)
+        _replace(torch.cpu.Stream, "wait_event", lambda self, event: event.wait(self))
         _replace(torch.Tensor, "record_stream", lambda self, stream: None)
-        self.doubles = ["torch.cpu.Event", "torch.Tensor.record_stream", *_prepare(compiled)]
+        replaced = ["torch.cpu.Event", "torch.cpu.Stream.wait_event", "torch.Tensor.record_stream"]
+        self.doubles = [*replaced, *_prepare(compiled)]
 
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`Device`: on one thread everything is in order."""
