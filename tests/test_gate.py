@@ -291,7 +291,7 @@ def test_a_fault_as_head_deviates(name: str, pool: Pool) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", BY_NAME)
 def test_every_fault_as_head_deviates(name: str, pool: Pool) -> None:
-    assert_deviates(BY_NAME[name], pool, 3_000)
+    assert_deviates(BY_NAME[name], pool, 1_500)
 
 
 def test_what_the_base_has_too_is_known_and_what_the_head_lacks_is_fixed(
