@@ -20,6 +20,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from conformance.sut.isolation import Edit as Transformation
 
@@ -227,6 +228,7 @@ class Fault:
         also: names that are as right, where an operation that meets the bug first has another.
         release: the tree that the edits are written for.
         debug: whether it shows under the tree's debug assertions only.
+        kernel: the kernel that it is in, or "" for the hand-over.
     """
 
     name: str
@@ -236,6 +238,7 @@ class Fault:
     release: str = "0.5.23"
     debug: bool = False
     also: tuple[tuple[str, str], ...] = ()
+    kernel: str = ""
 
 
 _SRT = "sglang.srt"
@@ -943,4 +946,319 @@ FAULTS: tuple[Fault, ...] = (
         release="0.5.14",
     ),
 )
-"""All seeded faults; each is reported under the clause and anomaly it expects."""
+"""Seeded faults of the hand-over; each is reported under the clause and anomaly it expects."""
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+_OPS = "sglang.kernels.ops.speculative"
+
+_prepare_kernel = partial(Edit, f"{_OPS}.dflash", "_prepare_dflash_draft_block_contig_kernel")
+_prepare_wrapper = partial(Edit, f"{_OPS}.dflash", "_prepare_dflash_draft_block_unchecked")
+_accept_kernel = partial(Edit, f"{_OPS}.dflash", "_dflash_accept_bonus_contig_kernel")
+_fused_kernel = partial(Edit, f"{_OPS}.dflash", "_fused_correct_drafts_and_bonus_kernel")
+_correct = partial(Edit, f"{_OPS}.dflash", "compute_dflash_correct_drafts_and_bonus")
+_selector_kernel = partial(Edit, f"{_OPS}.dflash", "_selector_walk_kernel")
+_gather_kernel = partial(Edit, f"{_OPS}.gather_spec_extras", "_gather_rows_kernel")
+_gather_wrapper = partial(Edit, f"{_OPS}.gather_spec_extras", "gather_spec_extras")
+
+
+def _kernel_fault(
+    kernel: str, name: str, summary: str, edit: Edit, clause: str, anomaly: str = "wrong-value"
+) -> Fault:
+    return Fault(f"{kernel}-{name}", summary, (edit,), (clause, anomaly), kernel=kernel)
+
+
+KERNEL_FAULTS: tuple[Fault, ...] = (
+    # The block.
+    _kernel_fault(
+        "prepare",
+        "bonus-second",
+        "The bonus token stands in the second column.",
+        _prepare_kernel("Compare", 2, "cols == 1"),
+        "B1",
+    ),
+    _kernel_fault(
+        "prepare",
+        "mask-fill",
+        "The columns after the bonus token hold 0 instead of the mask token.",
+        _prepare_kernel("Name", 43, "0"),
+        "B1",
+    ),
+    _kernel_fault(
+        "prepare",
+        "bonus-int32",
+        "The bonus token goes through int32.",
+        _prepare_kernel("Call", 9, "bonus_token.to(tl.int32).to(tl.int64)"),
+        "B1",
+        "wrong-type",
+    ),
+    _kernel_fault(
+        "prepare",
+        "position-late",
+        "Positions start one after the prefix, cache locations do not.",
+        _prepare_kernel("Name", 63, "{0} + 1"),
+        "B2",
+    ),
+    _kernel_fault(
+        "prepare",
+        "position-int32",
+        "Positions are stored through int32.",
+        _prepare_kernel("Name", 63, "{0}.to(tl.int32)"),
+        "B2",
+        "wrong-type",
+    ),
+    _kernel_fault(
+        "prepare",
+        "width-plus-one",
+        "The first column past the request's row still reads a cache location.",
+        _prepare_kernel("Compare", 1, "logical_pos <= req_to_token_width"),
+        "B3",
+    ),
+    _kernel_fault(
+        "prepare",
+        "width-minus-one",
+        "The last column of the request's row reads no cache location.",
+        _prepare_kernel("Compare", 1, "logical_pos < req_to_token_width - 1"),
+        "B3",
+    ),
+    _kernel_fault(
+        "prepare",
+        "past-fill",
+        "Cache locations past the row's width are -1.",
+        _prepare_kernel("Call", 6, "tl.load(req_row_ptr + logical_pos, mask=valid, other=-1)"),
+        "B3",
+    ),
+    _kernel_fault(
+        "prepare",
+        "batch-row",
+        "Cache locations come from the batch's row instead of the request's.",
+        _prepare_kernel("BinOp", 9, "row * {2}"),
+        "B3",
+    ),
+    _kernel_fault(
+        "prepare",
+        "last-column",
+        "The last column of a block is not written.",
+        _prepare_kernel("Compare", 0, "cols < block_size - 1"),
+        "B7",
+        "never-written",
+    ),
+    _kernel_fault(
+        "prepare",
+        "past-the-block",
+        "Cache locations are written one column past the block.",
+        _prepare_kernel("Call", 12, "tl.store({2} + 1, {3}, mask=row_mask)"),
+        "B7",
+        "phantom-row",
+    ),
+    _kernel_fault(
+        "prepare",
+        "other-stride",
+        "Bonus tokens are read with the stride of the prefixes.",
+        _prepare_kernel("Name", 22, "prefix_lens_stride"),
+        "B8",
+    ),
+    _kernel_fault(
+        "prepare",
+        "unchecked-layout",
+        "The wrapper takes a request table that lies by columns, and reads it by rows.",
+        _prepare_wrapper("If", 1, DROP),
+        "B8",
+    ),
+    _kernel_fault(
+        "prepare",
+        "nothing-raises",
+        "A batch of no rows divides by its size.",
+        _prepare_wrapper("If", 0, "1 // batch_size"),
+        "B10",
+        "unexpected-error",
+    ),
+    # Acceptance.
+    _kernel_fault(
+        "accept",
+        "loop-short",
+        "The loop leaves out the last draft.",
+        _accept_kernel("Call", 5, "range(BLOCK_SIZE - 2)"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "after-mismatch",
+        "Acceptance goes on after a mismatch.",
+        _accept_kernel("BinOp", 14, "prefix_live"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "bonus-next",
+        "The bonus token is the target one column too late.",
+        _accept_kernel("BinOp", 16, "{0} + 1"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "bonus-before",
+        "The bonus token is the last accepted draft's target.",
+        _accept_kernel("BinOp", 16, "target_row_ptr + tl.maximum(accept_len - 1, 0)"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "compare-int32",
+        "Drafts and targets are compared in int32.",
+        _accept_kernel("Compare", 3, "candidate_id.to(tl.int32) == target_id.to(tl.int32)"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "commit-without-bonus",
+        "The committed length leaves out the bonus token.",
+        _accept_kernel("BinOp", 15, "accept_len + 0"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "length-int32",
+        "The new length is computed in int32.",
+        _accept_kernel("Call", 13, "{0}.to(tl.int32)"),
+        "B4",
+        "wrong-type",
+    ),
+    _kernel_fault(
+        "accept",
+        "bonus-not-committed",
+        "The committed tokens keep the rejected draft in the bonus token's place.",
+        _accept_kernel("Compare", 6, "cols == accept_len + 1"),
+        "B4",
+    ),
+    _kernel_fault(
+        "accept",
+        "padding-unwritten",
+        "What stands behind the committed tokens is left as it was.",
+        _accept_kernel("Name", 112, "row_mask & (cols <= accept_len)"),
+        "B7",
+        "never-written",
+    ),
+    _kernel_fault(
+        "accept",
+        "prefix-stride",
+        "Prefixes are read with the stride of the outputs.",
+        _accept_kernel("BinOp", 19, "row * accept_stride"),
+        "B8",
+    ),
+    _kernel_fault(
+        "fused",
+        "last-draft",
+        "The last draft is never accepted.",
+        _fused_kernel("Compare", 0, "offs < block_size - 2"),
+        "B4",
+    ),
+    _kernel_fault(
+        "fused",
+        "counts-matches",
+        "All matches are counted, not the leading ones.",
+        _fused_kernel("Call", 5, "tl.sum(eq.to(tl.int32), 0)"),
+        "B4",
+    ),
+    _kernel_fault(
+        "fused",
+        "bonus-int32",
+        "The bonus token goes through int32.",
+        _fused_kernel("Call", 11, "bonus_token.to(tl.int32)"),
+        "B4",
+        "wrong-type",
+    ),
+    _kernel_fault(
+        "correct",
+        "not-leading",
+        "The torch form counts all matches.",
+        _correct("Call", 15, "matches.to(torch.int32)"),
+        "B4",
+    ),
+    _kernel_fault(
+        "correct",
+        "empty-unclear",
+        "A batch of no rows ends in an error that says nothing.",
+        _correct("If", 2, "if bs <= 0:\n    return None.shape"),
+        "B10",
+        "unexpected-error",
+    ),
+    # The gather.
+    _kernel_fault(
+        "gather",
+        "first-column-block",
+        "Only the first column block of a row is copied.",
+        _gather_wrapper("Tuple", 1, "(m, 1)"),
+        "B7",
+        "never-written",
+    ),
+    _kernel_fault(
+        "gather",
+        "batch-row",
+        "Top-k indices come from the batch's row.",
+        _gather_kernel("BinOp", 14, "row * n1"),
+        "B5",
+    ),
+    _kernel_fault(
+        "gather",
+        "other-width",
+        "Hidden states are read with the width of the top-k rows.",
+        _gather_kernel("BinOp", 26, "src * n1"),
+        "B5",
+    ),
+    _kernel_fault(
+        "gather",
+        "indices-reset",
+        "The kernel clears the indices that it has read.",
+        _gather_kernel("Assign", 2, after("tl.store(idx_ptr + row, 0)")),
+        "B7",
+        "phantom-row",
+    ),
+    # The selector.
+    _kernel_fault(
+        "selector",
+        "tie-last",
+        "A tie goes to the last of the best candidates.",
+        _selector_kernel("Call", 13, "tl.max(tl.where(hit, offsets, -1), axis=0)"),
+        "B6",
+    ),
+    _kernel_fault(
+        "selector",
+        "nan-ignored",
+        "A NaN is no better than another score.",
+        _selector_kernel("Call", 12, "scores == best"),
+        "B6",
+    ),
+    _kernel_fault(
+        "selector",
+        "coin-on-boundary",
+        "A coin on a cumulative boundary takes the candidate below it.",
+        _selector_kernel("Compare", 5, "uniform > tl.cumsum(probabilities, axis=0)"),
+        "B6",
+    ),
+    _kernel_fault(
+        "selector",
+        "temperature-unused",
+        "Scores are not divided by the temperature.",
+        _selector_kernel("Assign", 13, "scaled = scores"),
+        "B6",
+    ),
+    _kernel_fault(
+        "selector",
+        "forgets-path",
+        "Every slot is entered at the first candidate.",
+        _selector_kernel("Assign", 19, "previous = 0"),
+        "B6",
+    ),
+    _kernel_fault(
+        "selector",
+        "greedy-softmax",
+        "A greedy row reports the softmax in the place of the point mass.",
+        _selector_kernel(
+            "Assign", 12, "probabilities = tl.exp(scores - best) / tl.sum(tl.exp(scores - best))"
+        ),
+        "B6",
+    ),
+)
+"""Seeded faults of the kernels."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.errors import NoEntryPoint, UserError
+from conformance.kernels.jobs import Sharing
+from conformance.kernels.misuse import MISUSES
 from conformance.pool import Answer, Job, Pool
 from conformance.sut import lines
 from conformance.sut.source import Tree
@@ -35,6 +37,9 @@ SHARD = 20_000
 """Operations of one job; a constant, so that results do not depend on the number of cores."""
 
 
+RECORDED = 4
+"""A gate records and compares one shard in this many; all are judged on both trees."""
+
 TRACED = 1_500
 """Operations of the sample whose executed lines are recorded."""
 
@@ -47,20 +52,22 @@ class Profile:
         plain: with debug assertions off.
         debug: with debug assertions on, run eagerly.
         compiled: with debug assertions on and compiled, as in production.
+        kernels: whether the Triton kernels are checked too.
     """
 
     name: str
     plain: int
     debug: int
     compiled: int
+    kernels: bool = False
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("quick", 40_000, 20_000, 150),
-        Profile("pr", 400_000, 120_000, 1_000),
-        Profile("nightly", 8_000_000, 2_000_000, 20_000),
+        Profile("quick", 40_000, 20_000, 150, kernels=True),
+        Profile("pr", 400_000, 120_000, 1_000, kernels=True),
+        Profile("nightly", 8_000_000, 2_000_000, 20_000, kernels=True),
     )
 }
 
@@ -83,6 +90,8 @@ class TreeReport:
     waivers: dict[str, str] = field(default_factory=dict)
     modes: dict[str, int] = field(default_factory=dict)
     unexecuted: dict[str, dict[str, list[int]]] | None = None
+    programs: int = 0
+    kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     refusal: str | None = None
     status: int = 0
     seconds: float = 0.0
@@ -165,6 +174,7 @@ def plan(
         ("debug on", replace(config, debug=True), profile.debug),
         ("debug compiled", replace(config, debug=True, compiled=True), profile.compiled),
     )
+    waivers = [waiver for waiver in waivers if waiver.case is None]
     # On a GPU a failed assertion ends the process, so what provokes one is played alone.
     alone = [w for w in waivers if config.device != "cpu" and _provokes(w.trace)]
     jobs = []
@@ -179,7 +189,7 @@ def plan(
                 "waivers": [waiver.request() for waiver in waivers if waiver not in alone],
                 "traced": 0 if shard or configured.compiled else min(size, TRACED),
                 "capabilities": common,
-                "recording": common is not None,
+                "recording": common is not None and not shard % RECORDED,
             }
             jobs.append(Job(f"{label}, {name}", configured, request, weight=size))
         if config.device != "cpu" and configured.debug and budget:
@@ -232,17 +242,17 @@ def check_trees(
             says so instead).
     """
     start = time.monotonic()
-    plans = [
-        plan(
-            tree.label,
-            Config(str(tree.root), device, False, False, relocated or {}, declared or [], fault),
-            profile,
-            seed=seed,
-            wild=wild,
-            waivers=waivers,
+    plans = []
+    sharing = Sharing(relocated or {})
+    for tree in trees:
+        config = Config(
+            str(tree.root), device, False, False, relocated or {}, declared or [], fault
         )
-        for tree in trees
-    ]
+        jobs = plan(tree.label, config, profile, seed=seed, wild=wild, waivers=waivers)
+        if profile.kernels:
+            witnesses = [waiver.request() for waiver in waivers if waiver.case is not None]
+            jobs += sharing.jobs(tree, config, wild=wild, waivers=witnesses)
+        plans.append(jobs)
     answers = pool.run([job for jobs in plans for job in jobs], progress)
     reports = []
     for tree, jobs in zip(trees, plans, strict=True):
@@ -252,6 +262,11 @@ def check_trees(
             if answered is not None:
                 answered(answer)
             add(report, answer, single=len(trees) == 1)
+            crash = crash_deviation(answer) if answer.crash is not None else None
+            kernels = (answer.result or {}).get("kernels", {})
+            sharing.keep(tree, kernels, crash if crash and crash.get("case") else None)
+        if profile.kernels:
+            _borrow(report, sharing)
         report.deviations.sort(key=lambda d: (d["mode"], d["clause"], d["anomaly"]))
         report.seconds = round(time.monotonic() - start, 2)
         start = time.monotonic()
@@ -287,6 +302,7 @@ def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     report.operations += result["operations"]
     report.calls += result["calls"]
     report.traces += result["traces"]
+    report.programs += result.get("programs", 0)
     report.reached.update(result["reached"])
     if result["unexecuted"] is not None:
         report.unexecuted = lines.common(report.unexecuted, result["unexecuted"])
@@ -295,6 +311,16 @@ def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     for name, state in result["waivers"].items():
         if state != "elsewhere":
             report.waivers[name] = state
+
+
+def _borrow(report: TreeReport, sharing: Sharing) -> None:
+    """Add what other trees' jobs showed of kernels that this tree has too."""
+    for outcome in sharing.lent(report.tree):
+        for deviation in outcome["deviations"]:
+            _merge(report.deviations, deviation)
+        report.reached.update(outcome["reached"])
+        report.waivers.update(outcome["waivers"])
+    report.kernels = sharing.table(report.tree)
 
 
 def result_of(answer: Answer) -> dict[str, Any]:
@@ -321,10 +347,17 @@ def _merge(found: list[dict[str, Any]], deviation: dict[str, Any]) -> None:
     for index, other in enumerate(found):
         if all(other[key] == deviation[key] for key in ("clause", "anomaly", "mode")):
             count = other["count"] + deviation["count"]
-            shorter = min((other, deviation), key=lambda d: len(d["trace"]["operations"]))
+            shorter = min((other, deviation), key=_size)
             found[index] = {**shorter, "count": count}
             return
     found.append(deviation)
+
+
+def _size(deviation: dict[str, Any]) -> int:
+    """How much a deviation asks of who reads it: operations of its trace, or cells of its case."""
+    if deviation["trace"] is not None:
+        return len(deviation["trace"]["operations"])
+    return int(deviation["case"]["batch"] * deviation["case"]["block"])
 
 
 def crash_deviation(answer: Answer) -> dict[str, Any]:
@@ -333,6 +366,8 @@ def crash_deviation(answer: Answer) -> dict[str, Any]:
     assert crash is not None
     if crash.trace is None:
         raise SuiteFault(f"{answer.job.label}: a worker died at start ({crash.how})")
+    if "case" in crash.trace:
+        return _kernel_crash(crash.trace["case"], crash.how)
     trace = {**crash.trace, "operations": crash.trace["operations"][: crash.operation + 1]}
     wild = ALPHABET[trace["operations"][-1]["op"]].wild
     return {
@@ -351,6 +386,31 @@ def crash_deviation(answer: Answer) -> dict[str, Any]:
             "rows": [],
         },
         "trace": trace,
+    }
+
+
+def _kernel_crash(case: dict[str, Any], how: str) -> dict[str, Any]:
+    """A worker that a kernel killed: it wrote or read where it must not."""
+    misuse = MISUSES.get(case["misuse"])
+    return {
+        "clause": "B7",
+        "anomaly": "crash",
+        "mode": "wild" if misuse is not None and misuse.refuses else "legal",
+        "waiver": None,
+        "count": 1,
+        "difference": {
+            "clause": "B7",
+            "anomaly": "crash",
+            "call": misuse.call_name if misuse is not None else f"kernel-{case['kernel']}",
+            "aspect": "process",
+            "expected": "the process lives",
+            "observed": how,
+            "rows": [],
+        },
+        "trace": None,
+        "case": case,
+        "line": ", ".join(f"{key} {value}" for key, value in case.items() if value != ""),
+        "arguments": {},
     }
 
 

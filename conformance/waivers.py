@@ -8,6 +8,7 @@ replays, never from what the random search happened to find.
 from __future__ import annotations
 
 import datetime
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ class Waiver:
     Attributes:
         name: short and stable.
         clause, anomaly: exactly what the witness must reproduce.
-        trace: the witness, as JSON.
+        trace: the witness, as JSON; empty if it is a kernel case.
         link: where upstream was told, or what public report shows it.
         reason: why it is accepted for now.
         effect: what users of an affected tree would see.
         releases: where it was seen; documentation only.
         expires: the day from which the deviation counts again.
+        case: the witness, if it is a kernel case.
     """
 
     name: str
@@ -45,10 +47,11 @@ class Waiver:
     effect: str
     releases: str
     expires: datetime.date
+    case: dict[str, Any] | None = None
 
     def request(self) -> dict[str, Any]:
         """What a worker needs of it."""
-        kept = ("name", "clause", "anomaly", "trace")
+        kept = ("name", "clause", "anomaly", "trace", "case")
         return {key: value for key, value in asdict(self).items() if key in kept}
 
 
@@ -73,11 +76,25 @@ def _read(table: dict[str, Any], path: Path) -> Waiver:
     if type(table.get("expires")) is not datetime.date:
         raise UserError(f"{where}: 'expires' must be a date such as 2027-01-31")
     witness = path.parent / table["witness"]
+    trace: dict[str, Any] = {}
     try:
-        trace = Trace.loads(witness.read_text(encoding="utf-8"))
+        text = witness.read_text(encoding="utf-8")
+        case = case_in(text)
+        if case is None:
+            trace = Trace.loads(text).as_json()
     except OSError as error:
         raise UserError(f"{where}: witness {witness}: {error.strerror}") from None
     except TraceError as error:
         raise UserError(f"{where}: witness {witness}: {error}") from None
     values = {key: table[key] for key in _TEXT if key != "witness"}
-    return Waiver(**values, trace=trace.as_json(), expires=table["expires"])
+    return Waiver(**values, trace=trace, expires=table["expires"], case=case)
+
+
+def case_in(text: str) -> dict[str, Any] | None:
+    """The kernel case of a witness or failure file, or None if it has none."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    case = data.get("case") if isinstance(data, dict) else None
+    return case if isinstance(case, dict) else None

@@ -2,8 +2,8 @@
 
 A :class:`Case` names a kernel, sizes, a family of values, a memory layout and a seed; :func:`build`
 makes its arguments. A row's values depend on the seed and the row's number alone, so a case with
-``first=3, batch=1`` is the fourth row of the larger one by itself. Edge values are dealt to the rows
-in turn; the rest comes from a hash of (seed, row, column), the same on every device.
+``first=3, batch=1`` is the fourth row of the larger one by itself. Edge values are dealt to the
+rows in turn; the rest comes from a hash of (seed, row, column), the same on every device.
 
 Families: ``edges`` (in the domain of the kernel, every special value included) and, for the
 selector, ``nan`` (scores with NaN) and ``exact`` (probabilities that are exact, with coins on their
@@ -71,11 +71,14 @@ class Case:
     def __post_init__(self) -> None:
         if self.kernel not in _BUILDERS:
             raise CaseError(f"there is no kernel {self.kernel!r}")
-        for name, known in (("layout", LAYOUTS), ("family", FAMILIES)):
-            if getattr(self, name) not in known:
-                raise CaseError(f"there is no {name} {getattr(self, name)!r}")
-        for name, known in (("tokens", _TOKENS), ("floats", (*_FLOATS, _NO_FLOATS))):
-            if getattr(self, name) not in known:
+        known: dict[str, tuple[str, ...]] = {
+            "layout": LAYOUTS,
+            "family": FAMILIES,
+            "tokens": _TOKENS,
+            "floats": (*_FLOATS, _NO_FLOATS),
+        }
+        for name, values in known.items():
+            if getattr(self, name) not in values:
                 raise CaseError(f"{name} cannot be {getattr(self, name)!r}")
         if min(self.batch, self.first) < 0 or min(self.block, self.pool, self.width) < 1:
             raise CaseError("a case needs batch and first >= 0, block, pool and width >= 1")

@@ -34,6 +34,16 @@ class Clause:
     wild_calls: tuple[str, ...] = ()
 
 
+KERNEL_CALLS = (
+    "kernel-prepare",
+    "kernel-accept",
+    "kernel-correct",
+    "kernel-fused",
+    "kernel-gather",
+    "kernel-selector",
+)
+"""The calls at which kernels answer."""
+
 _ALL = (
     Clause(
         "I1",
@@ -216,6 +226,76 @@ _ALL = (
         "Under debug, publishes and resolves alternate: the freshness assertion never fires.",
         ("resolve",),
         needs="freshness",
+        black_box=False,
+    ),
+    # The kernels, for the arguments that the worker gives them; outside those, wild.
+    Clause(
+        "B1",
+        "A block's ids are the bonus token, then mask tokens.",
+        ("kernel-prepare",),
+        needs="kernel_prepare",
+        black_box=False,
+    ),
+    Clause(
+        "B2",
+        "A block's positions are prefix + column.",
+        ("kernel-prepare",),
+        needs="kernel_prepare",
+        black_box=False,
+    ),
+    Clause(
+        "B3",
+        "A block's cache locations come from the request's row; past its width they are 0.",
+        ("kernel-prepare",),
+        needs="kernel_prepare",
+        black_box=False,
+    ),
+    Clause(
+        "B4",
+        "The longest prefix of drafts that the target predicts is accepted; the bonus token is the "
+        "target's next; the committed tokens are those, the new length prefix + commit.",
+        ("kernel-accept", "kernel-correct", "kernel-fused"),
+        needs="kernel_acceptance",
+        black_box=False,
+    ),
+    Clause(
+        "B5",
+        "A gather returns exactly the addressed rows.",
+        ("kernel-gather",),
+        needs="kernel_gather",
+        black_box=False,
+    ),
+    Clause(
+        "B6",
+        "The selector picks what torch.argmax picks, NaN included, or inverts the CDF; its choice "
+        "is always a candidate.",
+        ("kernel-selector",),
+        needs="kernel_selector",
+        black_box=False,
+    ),
+    Clause(
+        "B7",
+        "A kernel writes all of its outputs and nothing else.",
+        KERNEL_CALLS,
+        needs="kernels",
+        black_box=False,
+        wild="Arguments of a wrong shape or type are rejected before anything is written.",
+        wild_calls=("kernel-misuse",),
+    ),
+    Clause(
+        "B8",
+        "Any stride and offset that a wrapper accepts gives the same answer.",
+        ("kernel-layout",),
+        needs="kernels",
+        black_box=False,
+        wild="A layout that a kernel cannot read is rejected.",
+        wild_calls=("kernel-misuse",),
+    ),
+    Clause(
+        "B10",
+        "A batch of no rows is a no-op, or a clear error.",
+        ("kernel-nothing",),
+        needs="kernels",
         black_box=False,
     ),
 )

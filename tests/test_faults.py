@@ -14,7 +14,17 @@ from pathlib import Path
 import pytest
 
 from conformance import faults
-from conformance.faults import DROP, FAULTS, SWAP, Edit, Fault, InapplicableEdit, after, before
+from conformance.faults import (
+    DROP,
+    FAULTS,
+    KERNEL_FAULTS,
+    SWAP,
+    Edit,
+    Fault,
+    InapplicableEdit,
+    after,
+    before,
+)
 from conformance.sut.source import locate
 from reference.clauses import CLAUSES
 
@@ -22,6 +32,7 @@ OPERATIONS, SEED = 6000, 1
 LONGEST = 6  # operations in a shrunk trace
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
+EVERY = {fault.name: fault for fault in (*FAULTS, *KERNEL_FAULTS)}
 
 
 # -- the registry against real trees --------------------------------------------------------------
@@ -99,9 +110,9 @@ def test_fault_is_reported_and_only_with_the_fault(name: str) -> None:
     assert 0 < len(first.trace) <= LONGEST, "\n".join(first.trace)
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_edit_applies_exactly_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = BY_NAME[name]
+    fault = EVERY[name]
     root = locate(fault.release).root
     applied: Counter[Edit] = Counter()
     replacement = Edit.replacement
@@ -121,7 +132,7 @@ def test_every_edit_applies_exactly_once(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_clause_has_a_fault() -> None:
-    assert {fault.expect[0] for fault in FAULTS} == CLAUSES.keys()
+    assert {fault.expect[0] for fault in (*FAULTS, *KERNEL_FAULTS)} == CLAUSES.keys()
 
 
 def test_faults_are_told_apart() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -196,3 +197,26 @@ def test_a_moved_file_is_found_where_the_user_says(tmp_path: Path) -> None:
     """,
     )
     assert printed == "7"
+
+
+def test_an_edit_reaches_a_kernel() -> None:
+    """Triton reads a kernel's source again, so an edit must stand in what inspect shows of it."""
+    code = f"""
+import inspect, sys
+sys.path.insert(0, {str(ROOT)!r})
+from conformance import faults
+from conformance.sut.isolation import Isolation
+from conformance.sut.source import NEWEST, locate
+from conformance.faults import KERNEL_FAULTS
+
+(fault,) = [fault for fault in KERNEL_FAULTS if fault.name == "prepare-mask-fill"]
+(module,) = {{edit.module for edit in fault.edits}}
+loader = Isolation(locate(NEWEST).root, (module,), {{}}, edits=faults.apply(fault.edits))
+loader.install()
+kernel = getattr(__import__(module, fromlist=["_"]), fault.edits[0].function)
+text = "".join(inspect.getsourcelines(kernel.fn)[0])
+assert text.startswith("@triton.jit"), text
+assert "tl.full((BLOCK_SIZE,), 0, tl.int64)" in text, text
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -22,14 +22,12 @@ def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
     """The whole failure, a handful of lines; `replay` is the command that shows it again."""
     difference = deviation["difference"]
     clause = CLAUSES[deviation["clause"]]
-    trace = Trace.from_json(deviation["trace"])
     statement = clause.wild if deviation["mode"] == "wild" and clause.wild else clause.statement
     text = [
         f"{clause.number}: {statement}",
         f"  {deviation['anomaly']}: {ANOMALIES[deviation['anomaly']]}",
-        f"  trace ({trace.header.line()})",
-        *(f"    {line}" for line in trace.lines()),
-        f"  at the last operation, call {difference['call']}, {difference['aspect']}:",
+        *_input(deviation),
+        f"  at {_place(deviation)}call {difference['call']}, {difference['aspect']}:",
         f"    expected  {difference['expected']}",
         f"    observed  {difference['observed']}",
     ]
@@ -37,8 +35,9 @@ def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
     for row in rows[:_MOST_ROWS]:
         wrote = f", written by {row['observed_writer']}" if row["observed_writer"] else ""
         meant = f" ({row['expected_writer']})" if row["expected_writer"] else ""
+        whose = row["request"] or ("nobody" if deviation["trace"] else "")
         text.append(
-            f"    row {row['row']} ({row['request'] or 'nobody'}): expected "
+            f"    row {row['row']}{f' ({whose})' if whose else ''}: expected "
             f"{row['expected']}{meant}, observed {row['observed']}{wrote}"
         )
     if len(rows) > _MOST_ROWS:
@@ -46,3 +45,22 @@ def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
     if replay is not None:
         text.append(f"  replay: {replay}")
     return text
+
+
+def _input(deviation: dict[str, Any]) -> list[str]:
+    """What shows the deviation: a trace of the relay, or a kernel's arguments."""
+    if deviation["trace"] is not None:
+        trace = Trace.from_json(deviation["trace"])
+        return [
+            f"  trace ({trace.header.line()})",
+            *(f"    {line}" for line in trace.lines()),
+        ]
+    arguments = deviation["arguments"].items()
+    return [
+        f"  case ({deviation['line']})",
+        *(f"    {name} = {value}" for name, value in arguments),
+    ]
+
+
+def _place(deviation: dict[str, Any]) -> str:
+    return "the last operation, " if deviation["trace"] is not None else ""

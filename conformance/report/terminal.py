@@ -61,16 +61,22 @@ _STYLES = {"conforms": "green", "deviates": "bold red", "no entry point": "yello
 
 def show_job(console: Console, answer: Answer) -> None:
     """One line for a finished part of a run: the first verdict comes long before the last."""
-    if answer.result is None:
+    if answer.result is None or answer.job.request["do"] == "misuse":
         return
     result = answer.result
     open_ = [d for d in result["deviations"] if d["mode"] == "legal" and not d["waiver"]]
     verdict = "deviates" if open_ else "conforms"
     console.print(
-        f"{answer.job.label:<24} [{_STYLES[verdict]}]{verdict}[/]  "
-        f"{result['operations']:,} operations",
+        f"{answer.job.label:<24} [{_STYLES[verdict]}]{verdict}[/]  {_amount(result)}",
         highlight=False,
     )
+
+
+def _amount(result: dict[str, Any]) -> str:
+    """How much a job did."""
+    if "programs" in result:
+        return f"{result['programs']:,} kernel programs"
+    return f"{result['operations']:,} operations"
 
 
 def show_tree(console: Console, tree: dict[str, Any]) -> None:

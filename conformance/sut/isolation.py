@@ -18,6 +18,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import linecache
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,6 +182,8 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         doubles: ``module.attribute`` (or ``*.attribute``) to the harness's answer.
         relocated: module name to a path below ``root`` for trees that moved a file.
         edits: module name to a syntax-tree transformation (seeded faults).
+        accelerated: the tree is told of an accelerator, so what it imports below ``if is_cuda():``
+            is required, too.
     """
 
     root: Path
@@ -188,10 +191,16 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     doubles: Mapping[str, Any]
     relocated: Mapping[str, str] = field(default_factory=dict)
     edits: Mapping[str, Edit] = field(default_factory=dict)
+    accelerated: bool = False
     loaded: dict[str, str] = field(default_factory=dict)
     inert: set[str] = field(default_factory=set)
     used_doubles: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
+    _absent: set[str] = field(default_factory=set)
+
+    def absent(self, package: str) -> None:
+        """Answer a package that this environment lacks with stand-ins, if it is asked for."""
+        self._absent.add(package)
 
     def install(self) -> None:
         """Answer all further ``sglang`` imports of this process; the tree's own code only."""
@@ -221,7 +230,8 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         top = fullname.partition(".")[0]
-        if top in self.missing:
+        if top in self._absent:
+            self.missing.add(top)
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         if top != PACKAGE:
             return None
@@ -266,12 +276,13 @@ class _RealLoader(importlib.abc.Loader):
 
     def __init__(self, name: str, path: Path, isolation: Isolation) -> None:
         self.name, self.path, self.isolation = name, path, isolation
+        self.edited: str | None = None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
 
     def get_source(self, fullname: str) -> str:  # for linecache: tracebacks, inspect, triton
-        return self.path.read_text(encoding="utf-8")
+        return self.edited or self.path.read_text(encoding="utf-8")
 
     def exec_module(self, module: types.ModuleType) -> None:
         text = self.path.read_bytes()
@@ -279,12 +290,12 @@ class _RealLoader(importlib.abc.Loader):
         tree = ast.parse(text, filename=str(self.path))
         edit = self.isolation.edits.get(self.name)
         if edit is not None:
-            tree = ast.fix_missing_locations(edit(tree))
+            tree = self._as_source(ast.fix_missing_locations(edit(tree)))
         # A package that the tree insists on and this environment lacks becomes inert. What the
         # tree imports under ``try`` is optional to it and keeps its ImportError.
-        for top in _required_packages(tree):
+        for top in _required_packages(tree, conditional=self.isolation.accelerated):
             if top != PACKAGE and importlib.util.find_spec(top) is None:
-                self.isolation.missing.add(top)
+                self.isolation.absent(top)
         code = compile(tree, str(self.path), "exec", dont_inherit=True)
         prefix = self.name + "."
         with self.isolation.unsealed():  # a module that the code under test imports late
@@ -294,12 +305,22 @@ class _RealLoader(importlib.abc.Loader):
                 setattr(module, label[len(prefix) :], value)
                 self.isolation.used_doubles.add(label)
 
+    def _as_source(self, tree: ast.Module) -> ast.Module:
+        """The edited tree as if it stood in the file: Triton reads a kernel's source again."""
+        self.edited = ast.unparse(tree)
+        lines = self.edited.splitlines(keepends=True)
+        # Without a modification time linecache keeps the entry whatever the file holds.
+        linecache.cache[str(self.path)] = (len(self.edited), None, lines, str(self.path))
+        return ast.parse(self.edited, filename=str(self.path))
 
-def _required_packages(tree: ast.Module) -> set[str]:
-    """Top-level packages that the module imports unconditionally."""
+
+def _required_packages(tree: ast.Module | ast.If, *, conditional: bool) -> set[str]:
+    """Packages that the module imports as it loads; with `conditional` also those below ``if``."""
     names: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Import):
+    for node in tree.body + getattr(tree, "orelse", []):
+        if isinstance(node, ast.If) and conditional:
+            names |= _required_packages(node, conditional=True)
+        elif isinstance(node, ast.Import):
             names.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module.partition(".")[0])

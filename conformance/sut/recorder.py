@@ -9,9 +9,12 @@ import json
 import mmap
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from generators.operations import Trace
+
+if TYPE_CHECKING:
+    from generators.kernel_inputs import Case
 
 _HEAD = struct.Struct("<iI")
 _SIZE = 1 << 20
@@ -38,6 +41,12 @@ class Recorder:
         else:
             struct.pack_into("<i", self._map, 0, index)
 
+    def note(self, case: Case) -> None:
+        """Record a kernel case in the place of a trace."""
+        text = json.dumps({"case": case.as_json()}).encode()
+        self._map[_HEAD.size : _HEAD.size + len(text)] = text
+        _HEAD.pack_into(self._map, 0, 0, len(text))
+
 
 def create(path: Path) -> None:
     """Make an empty recorder file."""
@@ -47,7 +56,10 @@ def create(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], int] | None:
-    """The last (trace as JSON, operation index), or None if nothing was recorded."""
+    """The last (trace as JSON, operation index), or None if nothing was recorded.
+
+    Of a kernel case, ``{"case": ...}`` stands in the place of the trace.
+    """
     data = path.read_bytes()
     index, size = _HEAD.unpack_from(data, 0)
     if index < 0 or not size:

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from conformance.errors import NoEntryPoint
+from conformance.kernels.sources import MODULES, narrow_buffer
 from conformance.sut.device import Device
 from conformance.sut.fields import FIELDS, Field
 from conformance.sut.isolation import Edit, Isolation, StandInUsed
@@ -51,6 +52,7 @@ REAL = (
     f"{_SRT}.mem_cache.allocation",
     f"{_SRT}.mem_cache.allocation_sizing",
     f"{_SRT}.beam_search.batch_tail",
+    *MODULES,
 )
 """Modules loaded from the tree where it has them: the code under test and what it runs."""
 
@@ -169,6 +171,10 @@ class Surface:
         present = vars(self.draft_input)["__dataclass_fields__"]
         return [f for f in self.census["draft"].values() if f.kind == kind and f.name in present]
 
+    def function(self, module: str, name: str) -> Any:
+        """A function of one of the tree's real modules."""
+        return getattr(importlib.import_module(module), name)
+
     def as_json(self) -> dict[str, Any]:
         """The tree as a report shows it."""
         loader = self.loader
@@ -240,7 +246,12 @@ def open_tree(
     for module in ("runtime_context", "server_args"):
         for name in ("get_spec", "get_exec", "get_server_args", "get_global_server_args"):
             doubles[f"{_SRT}.{module}.{name}"] = answer
-    loader = Isolation(root, REAL, doubles, relocated=relocated or {}, edits=edits or {})
+    loader = Isolation(
+        *(root, REAL, doubles),
+        relocated=relocated or {},
+        edits=edits or {},
+        accelerated=bool(device.answers),
+    )
     loader.install()
     surface = Surface(root, device, loader, debug, settings)
     _find_entry_points(surface)
@@ -507,17 +518,9 @@ def _token_bits(surface: Surface) -> int:
     """Bits that a token id may have on the whole path: the channel, and the worker's own buffer."""
     if surface.token_dtype != torch.int64:
         return 31
-    source = surface.loader.source_of(WORKER)
-    assert source is not None
-    for node in ast.walk(ast.parse(source.read_bytes())):
-        if not isinstance(node, ast.Assign):
-            continue
-        target = node.targets[0]
-        if isinstance(target, ast.Attribute) and "bonus_id" in target.attr:
-            types = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
-            if "int32" in types:
-                return 31
-            return 63
+    narrow = narrow_buffer(surface.loader.source_of(WORKER))
+    if narrow is not None:
+        return 31 if narrow else 63
     surface.notes.append("the worker's token buffer was not recognised: ids stay below 2**31")
     return 31
 

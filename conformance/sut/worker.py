@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from conformance.engine import Deviation
+    from conformance.kernels.session import Kernels, Outcome
 
 _PROGRESS_EVERY = 500
 
@@ -98,7 +99,7 @@ class _Worker:
         self.config, self.stream = config, stream
         device = open_device(config.device)
         device.prepare(compiled=config.compiled)
-        registry = {fault.name: fault for fault in faults.FAULTS}
+        registry = {fault.name: fault for fault in (*faults.FAULTS, *faults.KERNEL_FAULTS)}
         edits = faults.apply(registry[config.fault].edits) if config.fault else {}
         self.surface = open_tree(
             Path(config.root),
@@ -117,6 +118,9 @@ class _Worker:
             "check": self._check,
             "record": self._record,
             "replay": self._replay,
+            "kernels": self._kernels,
+            "misuse": self._misuse,
+            "replay-case": self._replay_case,
         }
         for line in lines:
             request = json.loads(line)
@@ -191,6 +195,60 @@ class _Worker:
             "recorded": as_table(result.recorded) if recording else None,
             "unexecuted": self._unexecuted(traced, seed) if traced else None,
             "surface": self.surface.as_json(),
+        }
+
+    def _kernels(
+        self, names: Sequence[str], waivers: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Check the kernels called `names`."""
+        kernels = self._open_kernels()
+        outcomes = {name: kernels.check(name, waivers) for name in names}
+        return self._kernels_answer(kernels, outcomes)
+
+    def _misuse(self, name: str) -> dict[str, Any]:
+        """Try one misuse of a kernel."""
+        kernels = self._open_kernels()
+        outcome = kernels.try_misuse(name)
+        return self._kernels_answer(kernels, {outcome.kernel: outcome})
+
+    def _replay_case(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Check one kernel case; the deviation that it shows, or None."""
+        from conformance.errors import UserError
+        from generators.kernel_inputs import Case, CaseError
+
+        try:
+            parsed = Case.from_json(case)
+        except CaseError as error:
+            raise UserError(str(error)) from None
+        deviation = self._open_kernels().replay(parsed)
+        return {"deviation": deviation, "surface": self.surface.as_json()}
+
+    def _open_kernels(self) -> Kernels:
+        from conformance.kernels.session import Kernels
+
+        return Kernels(self.surface, self.recorder.note if self.recorder else None)
+
+    def _kernels_answer(self, kernels: Kernels, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+        """An answer like that of ``check``, with what each kernel came to under ``kernels``."""
+        surface = self.surface.as_json()
+        surface["features"] = sorted({*surface["features"], *kernels.features})
+        surface["notes"] = surface["notes"] + kernels.notes()
+        reached: dict[str, int] = {}
+        for outcome in outcomes.values():
+            for call, count in outcome.reached.items():
+                reached[call] = reached.get(call, 0) + count
+        return {
+            "deviations": [d for o in outcomes.values() for d in o.deviations],
+            "operations": 0,
+            "calls": 0,
+            "traces": 0,
+            "programs": sum(outcome.programs for outcome in outcomes.values()),
+            "reached": reached,
+            "waivers": {n: state for o in outcomes.values() for n, state in o.waivers.items()},
+            "recorded": None,
+            "unexecuted": None,
+            "kernels": {name: outcome.as_json() for name, outcome in outcomes.items()},
+            "surface": surface,
         }
 
     def _record(self, trace: dict[str, Any], wanted: Sequence[str] = ()) -> dict[str, Any]:
