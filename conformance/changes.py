@@ -98,6 +98,8 @@ class Differences:
         self.shards, self.examples = shards, examples
         self.base, self.head = base, head
         self.observations = 0
+        signatures = [any("RelayPayload" in f for f in s["functions"]) for s in (base, head)]
+        self._one_has_payload = signatures[0] != signatures[1]
 
     def changes(self) -> list[Change]:
         """All changes, what the trees offer first."""
@@ -204,7 +206,8 @@ class Differences:
     def _groups(self, renamed: dict[str, str]) -> list[_Group]:
         """Differences of all shards, put together by thing and form."""
         groups: dict[tuple[Any, ...], _Group] = {}
-        only = {*self._only_in_one("draft"), *self._only_in_one("relay")} | set(renamed)
+        only = {thing for owner in self.base["fields"] for thing in self._only_in_one(owner)}
+        only |= set(renamed)
         for shard in self.shards:
             lengths = [len(trace["operations"]) for trace in shard.base.traces]
             for place, index, base, head in shard.cells():
@@ -212,12 +215,14 @@ class Differences:
                 found = facets(place, base, head)
                 if not found or thing in only:
                     continue  # nothing, or the field itself is new, gone or renamed
+                if thing.startswith("payload.") and self._one_has_payload:
+                    continue
                 before, after = base.forms, head.forms
-                if (words.NONE in before) != (words.NONE in after):
-                    found = found[:1]  # other values follow
                 for facet in found:
                     key: tuple[Any, ...] = (thing, facet)
-                    if facet == "form":
+                    if thing in ("error", "outcome"):
+                        key += (place, before, after)
+                    elif facet == "form":
                         key += _essence(before, after)
                     elif facet == "presence":
                         key += (base.times < head.times,)
@@ -240,13 +245,22 @@ class Differences:
         assert group.example is not None
         shard, index, place = group.example
         trace = self.examples.smallest(shard, index, place, group.facet)
+        steady = trace is not None
+        if trace is None:
+            trace = Trace.from_json(shard.base.traces[index])
         operation, before, after = self.examples.first(shard, trace, place)
-        trace = Trace(trace.header, trace.operations[: operation + 1])
+        if steady:
+            trace = Trace(trace.header, trace.operations[: operation + 1])
         calls = sorted({p.partition(": ")[0] for p in group.places}, key=words.call_order)
+        line = words.change(
+            group.thing, group.facet, calls, group.before, group.after, (before, after)
+        )
         return Change(
             "exception" if group.thing in ("error", "outcome") else group.facet,
             group.thing,
-            words.change(group.thing, group.facet, calls, group.before, group.after),
+            line
+            if steady
+            else f"{words.thing(group.thing)}: not the same from one run to the next",
             calls,
             before,
             after,

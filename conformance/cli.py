@@ -38,6 +38,24 @@ def cli() -> None:
     """Check how an SGLang tree hands DFlash state from one overlapped step to the next."""
 
 
+class _Given(click.Path):
+    """The path of an option. An empty one is refused: it would mean the present folder.
+
+    Args:
+        what: what to give instead, for the error.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(path_type=Path)
+        self._what = what
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See :class:`click.Path`."""
+        if value == "" and param is not None:
+            raise UserError(f"give {param.opts[0]} {self._what}")
+        return super().convert(value, param, ctx)
+
+
 def _tree_options(command: Any) -> Any:
     """Options shared by run, matrix and replay."""
     for option in reversed(
@@ -59,7 +77,7 @@ def _tree_options(command: Any) -> Any:
             click.option("--offline", is_flag=True, help="Use cached releases only."),
             click.option(
                 "--declare",
-                type=click.Path(path_type=Path),
+                type=_Given("a TOML file"),
                 help="TOML file with [[field]] tables for attributes the census does not know.",
             ),
             click.option(
@@ -77,7 +95,7 @@ def _tree_options(command: Any) -> Any:
 
 _waivers_option = click.option(
     "--waivers",
-    type=click.Path(path_type=Path),
+    type=_Given("a TOML file"),
     metavar="FILE",
     help="Further waivers, beside the packaged ones.",
 )
@@ -100,7 +118,7 @@ def _run_options(command: Any) -> Any:
             ),
             click.option(
                 "--report",
-                type=click.Path(path_type=Path),
+                type=_Given("a folder"),
                 metavar="DIR",
                 help="Write report.json, summary.md, junit.xml, annotations.txt and traces there.",
             ),
@@ -216,7 +234,7 @@ def _check(
 @click.option("--repo", metavar="CHECKOUT", help="Checkout in which --base and --head are refs.")
 @click.option(
     "--accept",
-    type=click.Path(path_type=Path),
+    type=_Given("a TOML file"),
     metavar="FILE",
     help="TOML file with an [[accept]] record for every change that is meant.",
 )
@@ -295,14 +313,14 @@ def _gate(
 @click.option(
     "--emit-test",
     "emit",
-    type=click.Path(path_type=Path),
+    type=_Given("a file"),
     metavar="FILE",
     help="Write the deviation as a unit test that needs only SGLang, for its own CI.",
 )
 @_waivers_option
 @_tree_options
 def replay(trace: Path, sglang: str | None, **options: Any) -> None:
-    """Replay one trace, from a failures/ file or written by hand, on any tree.
+    """Replay one trace or kernel case, from a failures/ file or written by hand, on any tree.
 
     \b
     Example:
@@ -326,33 +344,36 @@ def _replay(
     from conformance.runner import crash_deviation
     from conformance.sut.source import NEWEST
     from conformance.sut.worker import Config
+    from conformance.waivers import case_in
     from generators.operations import Trace, TraceError
 
     console = _console()
+    trace: Trace | None = None
     try:
-        parsed = Trace.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        case = case_in(text)
+        if case is None:
+            trace = Trace.loads(text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a trace file to replay") from None
     except (TraceError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
+    if trace is None and emit is not None:
+        raise UserError(f"--emit-test: {path} holds a kernel case; only traces become tests")
     (tree,), options = _trees([sglang or NEWEST], **tree_options)
-    config = Config(
-        root=str(tree.root),
-        debug=parsed.header.debug,
-        compiled=parsed.header.compiled,
-        **options,
-    )
-    wild = wild or any(operation.wild for operation in parsed.operations)
-    request = {
-        "do": "replay",
-        "trace": parsed.as_json(),
-        "wild": wild,
-        "waivers": [waiver.request() for waiver in _accepted(waivers)],
-    }
+    config = Config(root=str(tree.root), **options)
+    request: dict[str, Any] = {"waivers": [waiver.request() for waiver in _accepted(waivers)]}
+    if trace is None:
+        request |= {"do": "replay-case", "case": case}
+    else:
+        config.debug, config.compiled = trace.header.debug, trace.header.compiled
+        wild = wild or any(operation.wild for operation in trace.operations)
+        request |= {"do": "replay", "trace": trace.as_json(), "wild": wild}
     job = Job(tree.label, config, request)
     with _pool(options, size=1) as pool:
         answer = _answer(pool, job)
-        deviation = crash_deviation(answer) if answer.crash else (answer.result or {})["deviation"]
+        result = answer.result or {}
+        deviation = crash_deviation(answer) if answer.crash else result["deviation"]
         test = None
         if emit is not None:
             if deviation is None:
@@ -360,7 +381,8 @@ def _replay(
             writing = Job(tree.label, config, {**request, "emit": deviation})
             test = (_answer(pool, writing).result or {})["test"]
     if deviation is None:
-        console.print(parsed.header.line(), *parsed.lines(), sep="\n", highlight=False)
+        lines = [result["line"]] if trace is None else [trace.header.line(), *trace.lines()]
+        console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
         console.print(f"[green]conforms[/]: {tree.label}", highlight=False)
         return 0
     headline = f"[bold]{explain.headline(deviation)}[/]  on {tree.label}"

@@ -68,7 +68,7 @@ class Result:
     calls: int = 0
     traces: int = 0
     reached: Counter[str] = field(default_factory=Counter)
-    recorded: list[tuple[Trace, Record]] = field(default_factory=list)
+    recorded: list[tuple[Trace, Record, bool]] = field(default_factory=list)
 
 
 Progress = Callable[[int, int], None]
@@ -164,7 +164,9 @@ def check(
             raise Enough
         generated += len(trace.operations)
         if recording:
-            result.recorded.append((trace, record(surface, trace)))
+            # Wild uses work on copies: one that differs leaves the tree as it was.
+            whole = replay.difference is None or trace.operations[replay.operation].wild
+            result.recorded.append((trace, record(surface, trace), whole))
         if progress is not None:
             progress(result.operations, len(found))
         done = generated if recording else result.operations
@@ -245,8 +247,14 @@ def minimize(
     return Deviation(*goal, failure(small) or difference, small)
 
 
-def replay_one(surface: Surface, trace: Trace) -> Deviation | None:
-    """Replay a trace from a file; the deviation it shows, unshrunk, or None."""
-    for index, difference in Player(surface).replay(trace).differences:
+def replay_one(
+    surface: Surface, trace: Trace, note: Callable[[int], None] | None = None
+) -> Deviation | None:
+    """Replay a trace from a file; the deviation it shows, unshrunk, or None.
+
+    Args:
+        note: called with the index of each operation before it is carried out.
+    """
+    for index, difference in Player(surface).replay(trace, note).differences:
         return _cut(key_of(surface, trace, index, difference), trace, index, difference)
     return None

@@ -11,15 +11,16 @@ Runs in the parent and never imports torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.acceptance import Acceptance
 from conformance.changes import Agreement, Change, Differences
+from conformance.kernels import sources
 from conformance.pairs import Examples, Shard, Table
 from conformance.pool import Answer, Job, Pool
-from conformance.runner import Profile, TreeReport, add, plan, result_of
+from conformance.runner import Profile, TreeReport, add, check_trees, plan, result_of
 from conformance.sut.fields import FIELDS
 from conformance.sut.source import Tree
 from conformance.sut.worker import Config
@@ -116,9 +117,19 @@ def compare(
         found = differences(shards)
         comparison.changes = found.changes()
         comparison.agreements = found.agreements()
-    comparison.traces = sum(shard.traces for shard in shards)
+    if profile.kernels:
+        _check_kernels(comparison, sides, pool, wild=wild, waivers=waivers)
+    comparison.traces = sum(len(shard.comparable) for shard in shards)
+    ended = sum(shard.traces for shard in shards) - comparison.traces
+    if ended:
+        comparison.notes.append(
+            f"{ended:,} traces were not compared observation by observation: a deviation ended them"
+        )
+    for title, side in (("base", comparison.base), ("head", comparison.head)):
+        comparison.notes += [f"{title}: {note}" for note in side.surface.get("notes", [])]
     comparison.observations = found.observations
     _sort_deviations(comparison, sides, pool)
+    _leave_private(comparison)
     _accept(comparison, acceptances)
     comparison.seconds = round(time.monotonic() - start, 2)
     return comparison
@@ -155,7 +166,8 @@ def _play(
         share = replace(profile, plain=profile.plain // 4, debug=profile.debug // 4, compiled=0)
         own = planned(sides[1], share, None)
     paired = [job for pair in zip(*jobs, strict=True) for job in pair]
-    comparison = Comparison(TreeReport(sides[0].tree), TreeReport(sides[1].tree))
+    base_report, head_report = (TreeReport(s.tree, device=s.config.device) for s in sides)
+    comparison = Comparison(base_report, head_report)
     shards: list[Shard] = []
     base: Answer | None = None
     for number, answer in enumerate(pool.run(paired + own, progress)):
@@ -235,6 +247,62 @@ def _common(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+# -- kernels ---------------------------------------------------------------------------------------
+
+_KERNELS = Profile("kernels", 0, 0, 0, kernels=True)
+
+
+def _check_kernels(
+    comparison: Comparison,
+    sides: Sequence[_Side],
+    pool: Pool,
+    *,
+    wild: bool,
+    waivers: Sequence[Waiver],
+) -> None:
+    """Check the base's kernels, and the head's where their source is another one."""
+
+    def check(side: _Side) -> TreeReport:
+        config = side.config
+        (report,) = check_trees(
+            [side.tree],
+            _KERNELS,
+            pool,
+            wild=wild,
+            waivers=waivers,
+            relocated=config.relocated,
+            fault=config.fault,
+            device=config.device,
+        )
+        return report
+
+    base = check(sides[0])
+    comparison.base.absorb(base)
+    same = sides[1].config.fault is None and _sources(sides[0]) == _sources(sides[1])
+    head = base if same else check(sides[1])
+    comparison.head.absorb(head)
+    comparison.changes += _kernel_changes(base.kernels, head.kernels)
+
+
+def _sources(side: _Side) -> dict[str, tuple[str, bool]]:
+    """The tree's kernels, and what makes two of them the same."""
+    found = sources.find(side.tree.root, side.config.relocated)
+    return {name: (source.digest, source.narrow) for name, source in found.items()}
+
+
+def _kernel_changes(
+    base: dict[str, dict[str, str]], head: dict[str, dict[str, str]]
+) -> Iterator[Change]:
+    for name in sorted(base.keys() | head.keys()):
+        if name not in head:
+            yield Change("function", name, f"kernel {name} removed")
+        elif name not in base:
+            yield Change("function", name, f"new: kernel {name}", compatible=True)
+        elif base[name]["digest"] != head[name]["digest"]:
+            line = f"kernel {name}: its source changed (both are checked against the reference)"
+            yield Change("function", name, line, compatible=True)
+
+
 # -- deviations -----------------------------------------------------------------------------------
 
 
@@ -245,11 +313,31 @@ def _sort_deviations(comparison: Comparison, sides: Sequence[_Side], pool: Pool)
     covered = [d for d in found if d["waiver"] is not None]
     mine = [d for d in comparison.base.deviations if d["waiver"] is None]
     theirs = [d for d in found if d["waiver"] is None]
+    # Kernels are given the same cases on both trees.
+    kernels = {_kernel(d) for d in mine if d["trace"] is None}
+    mine = [d for d in mine if d["trace"] is not None]
+    cases = [d for d in theirs if d["trace"] is None]
+    theirs = [d for d in theirs if d["trace"] is not None]
     shown = _replayed(base, theirs, pool)
     comparison.known = covered + [d for d, known in zip(theirs, shown, strict=True) if known]
+    comparison.known += [d for d in cases if _kernel(d) in kernels]
     comparison.head.deviations = [d for d, known in zip(theirs, shown, strict=True) if not known]
+    comparison.head.deviations += [d for d in cases if _kernel(d) not in kernels]
     still = _replayed(head, mine, pool)
     comparison.fixed = [d for d, known in zip(mine, still, strict=True) if not known]
+    # A waiver's witness runs on both trees, so what it shows on the base alone is fixed.
+    left = {(d["waiver"], d["clause"]) for d in covered}
+    comparison.fixed += [
+        d
+        for d in comparison.base.deviations
+        if d["waiver"] is not None and (d["waiver"], d["clause"]) not in left
+    ]
+
+
+def _kernel(deviation: dict[str, Any]) -> tuple[str, ...]:
+    """What makes two deviations of a kernel the same."""
+    keys = ("clause", "anomaly", "mode")
+    return (deviation["case"]["kernel"], *(deviation[key] for key in keys))
 
 
 def _replayed(side: _Side, deviations: Sequence[dict[str, Any]], pool: Pool) -> list[bool]:
@@ -280,9 +368,26 @@ def _shows(answer: Answer, deviation: dict[str, Any]) -> bool:
     return other is not None and all(other[key] == deviation[key] for key in keys)
 
 
+def _leave_private(comparison: Comparison) -> None:
+    """What is undeclared (F7) but private is the tree's own business, and listed as internal."""
+    comparison.head.deviations = [
+        deviation
+        for deviation in comparison.head.deviations
+        if deviation["clause"] != "F7" or not all(n.startswith("_") for n in _names(deviation))
+    ]
+
+
+def _names(deviation: dict[str, Any]) -> list[str]:
+    """The attributes that a census deviation found, from the list it shows."""
+    text: str = deviation["difference"]["observed"]
+    return [name.strip(" '\"") for name in text.strip("[]").split(",")]
+
+
 def _accept(comparison: Comparison, acceptances: Sequence[Acceptance]) -> None:
     """Match changes with the records that accept them; say which records are expired or unused."""
-    records = {line: record for record in acceptances for line in record.changes}
+    # Of two records for one change the one that holds counts.
+    ordered = sorted(acceptances, key=lambda record: not record.expired)
+    records = {line: record for record in ordered for line in record.changes}
     for change in comparison.changes:
         record = records.pop(change.line, None)
         if record is None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +25,17 @@ from typing import Any
 from conformance.errors import UserError
 from conformance.sut import recorder
 from conformance.sut.worker import Config
+
+STALL = 600.0
+"""Seconds after which a worker that says nothing is killed: shrinking, compiling and the kernels
+are silent, but for a minute or so."""
+
+_TURN = 1.0
+"""Seconds of one wait, the most that is counted as a worker's silence at a time: a suspended
+parent, or one that is busy elsewhere, does not count."""
+
+_MERCY = 10.0
+"""Seconds in which a killed worker ends, if it can."""
 
 
 @dataclass
@@ -81,16 +94,19 @@ class _Connection:
         self.job, self.socket, self.record = job, sock, record
         self.pid = 0
         self.buffer = b""
+        self.silent = 0.0
 
     def close(self) -> None:
         self.socket.close()
         self.record.unlink()
 
     def send(self, message: dict[str, Any]) -> None:
+        self.silent = 0.0
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Whole messages that have arrived; None at the end of the connection."""
+        self.silent = 0.0
         try:
             data = self.socket.recv(1 << 16)
         except ConnectionResetError:
@@ -131,8 +147,11 @@ class Session:
         """The answer to the last request."""
         connection = self._connection
         assert connection is not None
-        while (answer := self._pool.react(connection, None)) is None:
-            pass
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection.socket, selectors.EVENT_READ, connection)
+            while not (answers := self._pool.turn(selector, None)):
+                pass
+        ((_, answer),) = answers
         if answer.result is None:
             connection.close()
             self._connection = None
@@ -146,10 +165,13 @@ class Pool:
         cache: folder for what torch, triton and Hypothesis write.
         size: workers at a time; default the machine's cores.
         device: of all jobs; it decides whether Triton interprets or compiles.
+        stall: see :data:`STALL`.
     """
 
-    def __init__(self, cache: Path, size: int | None = None, device: str = "cpu") -> None:
-        self.cache = cache
+    def __init__(
+        self, cache: Path, size: int | None = None, device: str = "cpu", stall: float = STALL
+    ) -> None:
+        self.cache, self.stall = cache, stall
         self._interpret = "1" if device == "cpu" else "0"
         self.size = size or os.cpu_count() or 1
         self._exits: dict[int, int] = {}
@@ -250,42 +272,79 @@ class Pool:
         answers: dict[int, Answer] = {}
         following = 0
         waiting = list(enumerate(jobs))
+        busy: dict[_Connection, int] = {}
         with selectors.DefaultSelector() as selector:
-            busy = 0
             try:
                 while waiting or busy:
-                    while waiting and busy < self.size:
+                    while waiting and len(busy) < self.size:
                         number, job = waiting.pop(0)
                         connection = self.start(job)
-                        selector.register(
-                            connection.socket, selectors.EVENT_READ, (number, connection)
-                        )
-                        busy += 1
-                    for key, _ in selector.select():
-                        number, connection = key.data
-                        answer = self.react(connection, progress)
-                        if answer is not None:
-                            selector.unregister(connection.socket)
-                            connection.close()
-                            busy -= 1
-                            answers[number] = answer
+                        selector.register(connection.socket, selectors.EVENT_READ, connection)
+                        busy[connection] = number
+                    for connection, answer in self.turn(selector, progress):
+                        selector.unregister(connection.socket)
+                        connection.close()
+                        answers[busy.pop(connection)] = answer
                     while following in answers:
                         yield answers.pop(following)
                         following += 1
             finally:
-                for key in list(selector.get_map().values()):
-                    key.data[1].socket.close()
+                for connection in busy:
+                    connection.socket.close()
 
     def session(self, label: str, config: Config) -> Session:
         """A worker for several requests, beside those of :meth:`run`."""
         return Session(self, label, config)
 
-    def react(self, connection: _Connection, progress: Progress | None) -> Answer | None:
-        """Wait for what a worker says next; its answer, once it is complete."""
+    def turn(
+        self, selector: selectors.BaseSelector, progress: Progress | None
+    ) -> list[tuple[_Connection, Answer]]:
+        """Wait a moment for what workers say.
+
+        Args:
+            selector: of the workers' connections.
+
+        Returns:
+            The answers that are complete now, those of silent workers included.
+        """
+        began = time.monotonic()
+        spoke = {key.data for key, _ in selector.select(_TURN)}
+        waited = min(time.monotonic() - began, _TURN)
+        answers = []
+        for key in selector.get_map().values():
+            connection: _Connection = key.data
+            if connection in spoke:
+                answer = self._react(connection, progress)
+            else:
+                answer = self._bear(connection, waited)
+            if answer is not None:
+                answers.append((connection, answer))
+        return answers
+
+    def _bear(self, connection: _Connection, waited: float) -> Answer | None:
+        """Note that a worker was silent; end one that was so for too long."""
+        connection.silent += waited
+        if connection.silent < self.stall:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(connection.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _MERCY
+        while connection.pid not in self._exits:
+            # A process that hangs in a driver outlives its signal.
+            left = max(deadline - time.monotonic(), 0.0)
+            if not select.select([self._control], [], [], left)[0]:
+                break
+            self._read_control()
+        self._exits.pop(connection.pid, None)
+        how = f"no sign of life for {connection.silent:.0f} s, killed"
+        return Answer(connection.job, crash=self._crash(connection, how))
+
+    def _react(self, connection: _Connection, progress: Progress | None) -> Answer | None:
+        """Take what a worker said; its answer, once it is complete."""
         job = connection.job
         messages = connection.receive()
         if messages is None:
-            return Answer(job, crash=self._crash(connection))
+            return Answer(job, crash=self._crash(connection, self._end(connection)))
         for message in messages:
             event = message.pop("event")
             if event == "ready":
@@ -299,15 +358,18 @@ class Pool:
                 return Answer(job, error=message)
         return None
 
-    def _crash(self, connection: _Connection) -> Crash:
+    def _end(self, connection: _Connection) -> str:
+        """How a worker that hung up ended."""
         while connection.pid not in self._exits:
             self._read_control()
         status = self._exits.pop(connection.pid)
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            how = f"signal {number} ({signal.Signals(number).name})"
-        else:
-            how = f"exit status {os.WEXITSTATUS(status)}"
+            return f"signal {number} ({signal.Signals(number).name})"
+        return f"exit status {os.WEXITSTATUS(status)}"
+
+    @staticmethod
+    def _crash(connection: _Connection, how: str) -> Crash:
         recorded = recorder.read(connection.record)
         if recorded is None:
             return Crash(how, None, -1)

@@ -78,21 +78,23 @@ class Record:
         }
 
 
-def as_table(recorded: Sequence[tuple[Trace, Record]]) -> dict[str, Any]:
+def as_table(recorded: Sequence[tuple[Trace, Record, bool]]) -> dict[str, Any]:
     """Many records as one JSON value: places and sets of forms once, then numbers per trace.
 
     Returns:
-        ``places``; ``forms`` (sets of forms); ``traces``; and per trace one number per place:
+        ``places``; ``forms`` (sets of forms); ``traces``; ``whole`` (whether no deviation ended
+        the trace when it was judged); and per trace one number per place:
         ``counts`` (0 where the trace did not come by it), ``values`` (checksums) and ``kinds``
         (indices into ``forms``, 0 for none).
     """
-    places = list(dict.fromkeys(place for _, one in recorded for place in one.values))
+    places = list(dict.fromkeys(place for _, one, _ in recorded for place in one.values))
     forms: dict[tuple[str, ...], int] = {(): 0}
-    records = [one for _, one in recorded]
+    records = [one for _, one, _ in recorded]
     taken = [[tuple(sorted(one.forms.get(place, ()))) for place in places] for one in records]
     return {
         "places": places,
-        "traces": [trace.as_json() for trace, _ in recorded],
+        "traces": [trace.as_json() for trace, _, _ in recorded],
+        "whole": [whole for _, _, whole in recorded],
         "counts": [[one.counts.get(place, 0) for place in places] for one in records],
         "values": [[one.values.get(place, 0) for place in places] for one in records],
         "kinds": [[forms.setdefault(f, len(forms)) for f in row] for row in taken],
@@ -164,6 +166,7 @@ class _Recorder:
         self._five = ("topk_p", "topk_index", "tokens", "lengths", "hidden_states")
         self._roles = roles
         self._born: dict[str, tuple[Tensor, Tensor]] = {}
+        self._homes: dict[str, int] = {}
 
     def note(self, observed: Observation) -> None:
         """Record one observation."""
@@ -182,6 +185,8 @@ class _Recorder:
             elif name.startswith("relay_"):
                 if call in _CHANNELS_AT:
                     self.keep(call, name, self._written_rows(call, name, value))
+                    home = self._homes.setdefault(name, value.data_ptr())
+                    self.keep(call, f"home.{name}", home == value.data_ptr())
             elif name not in _LEFT_OUT:
                 self.keep(call, name, value)
         if observed.draft is not None:
@@ -191,9 +196,10 @@ class _Recorder:
             for name, value in self._relay_attributes(born=call == "relay"):
                 self.keep(call, f"relay.{name}", value)
         if observed.written is not None:
-            self.keep(call, "batch", sorted(observed.written.keys() - _STAGED))
+            rebound = {k for k, v in observed.written.items() if type(v) is not int}
+            self.keep(call, "batch", sorted(rebound - _STAGED))
             for name, value in observed.written.items():
-                if call != "resolve" or name not in _RESOLVED:
+                if name not in _SAID.get(call, ()):
                     self.keep(call, f"batch.{name}", value)
 
     def _role(self, name: str) -> str:
@@ -275,8 +281,12 @@ _NEVER_WRITTEN = -(1 << 20)
 _STAGED = frozenset({"spec_info", "prefill_input_ids_cpu"})
 """Batch fields that the hand-over itself takes and leaves."""
 
-_RESOLVED = frozenset({"seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "input_ids"})
-"""Batch fields whose values are aspects of a resolve already."""
+_ROWS = ("spec_info", "reqs", "req_pool_indices", "req_pool_indices_cpu", "orig_seq_lens")
+_SAID: dict[str, tuple[str, ...]] = {
+    "resolve": ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "input_ids"),
+    **dict.fromkeys(("filter", "absorb-filter", "retract", "merge"), _ROWS),
+}
+"""Batch fields whose values are aspects of their call already."""
 
 
 @dataclass(frozen=True)
@@ -316,14 +326,14 @@ def _condense(value: Any) -> tuple[str, bytes]:
     if isinstance(value, list | tuple | dict):
         return kind.__name__, _text(value).encode()
     if (uses := _event_uses(value)) is not None:
-        return "event", b"%d %d" % uses
+        return "event", b"%d %d %d" % uses
     return kind.__name__, b""
 
 
-def _event_uses(value: Any) -> tuple[int, int] | None:
-    """How often a device event was recorded, and waited for; None for what is no event."""
+def _event_uses(value: Any) -> tuple[int, int, int] | None:
+    """How often an event was recorded, waited for by a stream and by the host; None for others."""
     recorded = getattr(value, "recorded", None)
-    return (recorded, value.waited) if isinstance(recorded, int) else None
+    return (recorded, value.waited, value.joined) if isinstance(recorded, int) else None
 
 
 @lru_cache
@@ -347,5 +357,5 @@ def _text(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str | Outcome):
         return str(value)
     if (uses := _event_uses(value)) is not None:
-        return "recorded {} times, waited for {} times".format(*uses)
+        return "recorded {}, awaited by streams {}, by the host {} times".format(*uses)
     return type(value).__name__

@@ -95,6 +95,7 @@ class TreeReport:
     refusal: str | None = None
     status: int = 0
     seconds: float = 0.0
+    device: str = "cpu"
 
     @property
     def verdict(self) -> str:
@@ -103,6 +104,21 @@ class TreeReport:
             return "no entry point"
         open_ = [d for d in self.deviations if d["mode"] == "legal" and d["waiver"] is None]
         return "deviates" if open_ else "conforms"
+
+    def absorb(self, other: TreeReport) -> None:
+        """Add what another run on the same tree found."""
+        for deviation in other.deviations:
+            _merge(self.deviations, deviation)
+        self.operations += other.operations
+        self.calls += other.calls
+        self.traces += other.traces
+        self.programs += other.programs
+        self.reached.update(other.reached)
+        self.waivers.update(other.waivers)
+        self.modes.update(other.modes)
+        self.kernels.update(other.kernels)
+        if other.surface:
+            self.surface = _merged_surface(self.surface, other.surface)
 
     def features(self) -> set[str]:
         return set(self.surface.get("features", ()))
@@ -256,7 +272,7 @@ def check_trees(
     answers = pool.run([job for jobs in plans for job in jobs], progress)
     reports = []
     for tree, jobs in zip(trees, plans, strict=True):
-        report = TreeReport(tree)
+        report = TreeReport(tree, device=device)
         for _ in jobs:
             answer = next(answers)
             if answered is not None:

@@ -19,10 +19,11 @@ def read_tables(path: Path, name: str, what: str) -> list[dict[str, Any]]:
         UserError: the file is missing or malformed, in one line.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise UserError(f"{what} {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{what} {path}: {error.strerror}; give a TOML file") from None
+    except (ValueError, RecursionError) as error:
+        # Beside what is no TOML: no UTF-8, a number of too many digits, too deep a nesting.
         raise UserError(f"{what} {path} is not TOML: {error}") from None
     tables = data.pop(name, [])
     if data or not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):

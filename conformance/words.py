@@ -44,6 +44,9 @@ THINGS = {
     "staged": "staged inputs",
     "batch": "batch fields that it sets",
     "changed": "batch fields not restored after a forward",
+    "views": "rows that share storage with those before",
+    "home.relay_tokens": "whether the token rows stay in their buffer",
+    "home.relay_lengths": "whether the length rows stay in their buffer",
     "carried": "values that stay in the worker's output buffers",
     "aliased": "values that share storage with the relay",
     "copied": "whether the relay copies what it is given",
@@ -77,6 +80,9 @@ _CALLS = (
 )
 """Calls of the hand-over itself, in the order of a step; laws and wild uses come after them."""
 
+_LONGEST = 80
+"""Characters of a value in one line."""
+
 NONE = "None"
 """The form of a thing that is not there."""
 
@@ -92,6 +98,7 @@ def thing(name: str) -> str:
         "relay": f"relay's {field}",
         "batch": f"batch's {field}",
         "requests": f"requests' {field}",
+        "payload": f"payload's {field}",
         "stored": f"stored {field}",
         "idle": f"{field} of an idle draft input",
     }.get(owner, name)
@@ -110,15 +117,26 @@ def order(name: str, place: str) -> tuple[int, int, str]:
 
 
 def change(
-    name: str, facet: str, calls: Sequence[str], before: Sequence[str], after: Sequence[str]
+    name: str,
+    facet: str,
+    calls: Sequence[str],
+    before: Sequence[str],
+    after: Sequence[str],
+    shown: tuple[str, str] = ("", ""),
 ) -> str:
-    """One line for a change of form (``form``) or of values (``value``)."""
+    """One line for a change of form (``form``), presence or values (``value``).
+
+    Args:
+        calls: where it shows.
+        before, after: the forms on either side.
+        shown: what the smallest trace shows on either side; of values the forms say nothing.
+    """
     what = thing(name)
     where = min(calls, key=call_order)
     if name in ("error", "outcome"):
         return f"{where}: {_outcome(before)} -> {_outcome(after)}"
     if facet == "value":
-        return f"{what}: other values at {where}"
+        return f"{what}: at {where} {_short(shown[0])} -> {_short(shown[1])}"
     if not before:
         return f"{what}: now there at {where} ({_forms(after)})"
     if not after:
@@ -127,6 +145,10 @@ def change(
     if verb:
         return f"{what} {verb} from {_forms(before)} to {_forms(after)}"
     return f"{what}: {_forms(before)} -> {_forms(after)}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
 def _outcome(forms: Sequence[str]) -> str:
@@ -156,12 +178,11 @@ def answer(value: object) -> str:
 
 
 def call_fits(before: str, after: str) -> bool:
-    """Whether every call that suited the parameters `before` suits those `after`."""
+    """Whether every call that suited the parameters `before` suits those `after`, and means it."""
     old, new = (text.strip("()").split(", ") if text != "()" else [] for text in (before, after))
-    kept = new[: len(old)]
     loosened = all(
-        mine == theirs or mine == theirs.removesuffix("=")
-        for mine, theirs in zip(old, kept, strict=False)
+        mine == theirs or ("=" not in mine and mine == theirs.partition("=")[0])
+        for mine, theirs in zip(old, new, strict=False)
     )
     added = [name for name in new[len(old) :] if name != "*"]
-    return len(new) >= len(old) and loosened and all(name.endswith("=") for name in added)
+    return len(new) >= len(old) and loosened and all("=" in name for name in added)

@@ -71,6 +71,11 @@ def test_help_and_clauses_answer() -> None:
         (("run", "--declare", "no-such.toml"), "no-such.toml"),
         (("run", "--waivers", "no-such.toml"), "no-such.toml"),
         (("replay", "no-such.json"), "no-such.json"),
+        (("run", "--report", ""), "give --report a folder"),
+        (("run", "--waivers", ""), "give --waivers a TOML file"),
+        (("run", "--waivers", "."), "give a TOML file"),
+        (("gate", "--base", "a", "--head", "b", "--accept", ""), "give --accept a TOML file"),
+        (("replay", ""), "give a trace file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )
@@ -129,8 +134,12 @@ def test_an_unwritable_report_folder(tmp_path: Path, newest: Tree) -> None:
     refused(call("run", "--report", tmp_path / "file" / "report"), "report folder")
     assert not (tmp_path / "file" / "report").exists()
     (tmp_path / "half").mkdir()
-    (tmp_path / "half" / "failures").write_text("")
-    refused(call("run", "--report", tmp_path / "half"), "report folder")
+    for name in ("failures", "changes"):
+        (tmp_path / "half" / name).write_text("")
+        refused(call("run", "--report", tmp_path / "half"), "report folder")
+        (tmp_path / "half" / name).unlink()
+        if name == "failures":
+            (tmp_path / "half" / name).mkdir()
 
 
 def test_replay_of_a_sound_trace(tmp_path: Path, newest: Tree) -> None:
@@ -144,6 +153,66 @@ def test_replay_of_a_witness_is_waived(newest: Tree) -> None:
     done = call("replay", ROOT / "conformance" / "witnesses" / "consume-twice-compiled.json")
     assert done.returncode == 0, done.stderr
     assert "waived: consume-once-assertion-compiled-away" in done.stdout
+
+
+NAN = ROOT / "conformance" / "witnesses" / "selector-nan.json"
+
+
+def test_replay_of_a_kernel_case(tmp_path: Path, newest: Tree) -> None:
+    done = call("replay", NAN, "--sglang", "0.5.20")
+    assert done.returncode == 0, done.stderr
+    assert "B6 wrong-value: deviation, waived: selector-walk-nan  on 0.5.20" in done.stdout
+    assert "case (selector, batch 1, block 1, family nan, pool 1, width 1)" in done.stdout
+    assert "scores = float32[1, 1, 1, 1] [nan]" in done.stdout
+
+    done = call("replay", NAN, "--sglang", "0.5.23")
+    assert done.returncode == 0, done.stderr
+    case = "selector, batch 1, block 1, family nan, pool 1, width 1"
+    assert done.stdout.splitlines() == [case, "conforms: 0.5.23"]
+
+    refused(call("replay", NAN, "--sglang", "0.5.14"), "this tree has no", status=125)
+    test = tmp_path / "test_it.py"
+    refused(call("replay", NAN, "--sglang", "0.5.20", "--emit-test", test), "only traces")
+    assert not test.exists()
+
+
+def test_replay_of_a_kernel_case_that_no_waiver_covers(tmp_path: Path) -> None:
+    # As a failure file has it; the waiver of the same clause has a witness that conforms.
+    failure = tmp_path / "failure.json"
+    case = json.loads(NAN.read_text())["case"]
+    failure.write_text(json.dumps({"clause": "B6", "trace": None, "case": case}))
+    (tmp_path / "w.json").write_text(json.dumps({"case": {**case, "family": "edges"}}))
+    text = (ROOT / "conformance" / "waivers.toml").read_text()
+    own = text[text.rindex("[[waiver]]") :].replace("witnesses/selector-nan.json", "w.json")
+    (tmp_path / "waivers.toml").write_text(own)
+    code = (
+        "from pathlib import Path; from conformance import cli, waivers\n"
+        f"waivers.load.__defaults__ = (Path({str(tmp_path / 'waivers.toml')!r}),)\n"
+        "cli.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "replay", str(failure), "--sglang", "0.5.20"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "B6 wrong-value: deviation  on 0.5.20" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ({"kernel": "warp", "batch": 1}, "no kernel 'warp'"),
+        ({"kernel": "selector", "batch": "1"}, "wrong type"),
+        ({"kernel": "selector", "batch": 1, "misuse": "x"}, "has no misuse 'x'"),
+    ],
+)
+def test_malformed_kernel_cases(
+    tmp_path: Path, newest: Tree, case: dict[str, Any], reason: str
+) -> None:
+    (tmp_path / "case.json").write_text(json.dumps({"case": case}))
+    refused(call("replay", tmp_path / "case.json"), reason)
 
 
 def test_replay_of_a_tree_without_entry_points(tmp_path: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 import json
 import os
 import shutil
 import signal
 import textwrap
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trees import copy_surface
 
 from conformance import waivers
 from conformance.declarations import read_declarations
@@ -21,8 +24,9 @@ from conformance.errors import UserError
 from conformance.pool import Job, Pool
 from conformance.report import document, files
 from conformance.runner import Profile, SuiteFault, TreeReport, check_trees, supported
-from conformance.sut.source import Tree
+from conformance.sut.source import Tree, cache_root
 from conformance.sut.worker import Config
+from conformance.tables import read_tables
 from generators.operations import Trace
 
 SMALL = Profile("small", 1_500, 700, 0)
@@ -166,6 +170,43 @@ def test_a_dead_worker_is_a_deviation_that_says_where_it_was(newest: Tree, pool:
     assert report.modes.keys() == {"debug on"}
 
 
+LOOP = "while new_indices.shape[0] == 2: pass"
+
+
+def _endless(tree: ast.Module) -> ast.Module:
+    """Filtering down to two rows never ends."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "filter_batch":
+            node.body[:0] = ast.parse(LOOP).body
+    return tree
+
+
+def test_a_silent_worker_is_ended_and_its_deviation_says_where_it_was(
+    newest: Tree, tmp_path: Path
+) -> None:
+    edits = {"sglang.srt.speculative.dflash_info_v2": _endless}
+    tree = copy_surface(newest, tmp_path / "endless", edits)
+    with Pool(cache_root(), size=1, stall=5.0) as pool:
+        began = time.monotonic()
+        report = report_of(tree, pool, profile=Profile("plain", 1_000, 0, 0))
+        assert time.monotonic() - began < 60.0
+        (crash,) = report.deviations
+        assert (crash["clause"], crash["anomaly"]) == ("R1", "crash")
+        assert crash["difference"]["observed"] == "no sign of life for 5 s, killed"
+        trace = Trace.from_json(crash["trace"])
+        assert trace.operations[-1].op == crash["difference"]["call"]
+
+        # Replayed, it hangs at the same operation; a session goes on with another worker.
+        with pool.session("session", Config(str(tree.root))) as session:
+            session.send({"do": "replay", "trace": crash["trace"]})
+            again = session.receive()
+            assert again.crash is not None
+            assert again.crash.how == crash["difference"]["observed"]
+            assert again.crash.operation == len(trace.operations) - 1
+            session.send({"do": "describe"})
+            assert session.receive().result is not None
+
+
 def test_a_tree_without_entry_points_says_so(tmp_path: Path, pool: Pool) -> None:
     (tmp_path / "sglang" / "srt").mkdir(parents=True)
     tree = Tree("empty", tmp_path, "checkout")
@@ -253,6 +294,67 @@ def test_a_tree_that_needs_what_the_harness_lacks_says_so(
     with pytest.raises(UserError, match="colour") as error:
         report_of(tree, pool)
     assert error.value.exit_status == 125
+
+
+@pytest.mark.parametrize("value", ["9" * 5_000, "[" * 20_000], ids=["digits", "brackets"])
+def test_what_toml_cannot_hold_is_one_line(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "any.toml"
+    path.write_text(f"field = {value}\n")
+    with pytest.raises(UserError, match="is not TOML") as error:
+        read_tables(path, "field", "--declare")
+    assert "\n" not in str(error.value)
+    assert error.value.exit_status == 2
+
+
+def test_tables_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "any.toml"
+    path.write_text("[[field]]\nname = 'a'\n", encoding="utf-8-sig")
+    assert read_tables(path, "field", "--declare") == [{"name": "a"}]
+    with pytest.raises(UserError, match="give a TOML file"):
+        read_tables(Path(""), "field", "--declare")
+
+
+def test_a_report_folder_is_looked_at_before_any_work(tmp_path: Path) -> None:
+    for name in ("failures", "changes"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).symlink_to("nowhere")
+        with pytest.raises(UserError, match="report folder"):
+            files.open_folder(folder)
+    (tmp_path / "good" / "changes").mkdir(parents=True)
+    files.open_folder(tmp_path / "good")
+
+
+def test_what_is_not_covered_depends_on_the_device() -> None:
+    def lines(device: str, *, kernels: bool) -> str:
+        return "\n".join(document.not_covered(device, kernels=kernels))
+
+    on_cpu, on_gpu = lines("cpu", kernels=True), lines("cuda", kernels=True)
+    assert "inert on CPU tensors" in on_cpu
+    assert "interpreter" in on_cpu
+    assert "pinned" in on_cpu
+    for words in ("CPU", "interpreter", "pinned"):
+        assert words not in on_gpu
+    assert "races between device streams" in on_gpu
+    assert "captured graphs" in on_gpu
+    for device in ("cpu", "cuda"):
+        with_kernels, without = lines(device, kernels=True), lines(device, kernels=False)
+        assert "32-bit" in with_kernels
+        assert "the Triton kernels" not in with_kernels
+        assert "the Triton kernels: this run did not check them" in without
+        assert "32-bit" not in without
+
+
+def test_a_report_names_its_device(healthy: TreeReport) -> None:
+    report = as_document(healthy)
+    assert report["environment"]["device"] == report["trees"][0]["device"] == "cpu"
+    assert report["not_covered"] == document.not_covered("cpu", kernels=False)
+    kernels = {"prepare": {"module": "m", "digest": "d", "checked_on": "0.5.23"}}
+    named = {**healthy.surface, "device": "NVIDIA H200"}
+    gpu = as_document(replace(healthy, device="cuda", kernels=kernels, surface=named))
+    assert gpu["environment"]["device"] == "NVIDIA H200"
+    assert gpu["trees"][0]["device"] == "cuda"
+    assert gpu["not_covered"] == document.not_covered("cuda", kernels=True)
 
 
 WAIVER = """

@@ -122,7 +122,7 @@ class Kernels:
 
         Raises:
             NotOnThisTree: the tree does not have the kernel.
-            UserError: there is no such misuse.
+            UserError: the kernel has no such misuse.
         """
         if case.kernel not in self.sources:
             raise NotOnThisTree(f"this tree has no {sources.ENTRIES[case.kernel].function}")
@@ -131,9 +131,9 @@ class Kernels:
         if not case.misuse:
             difference = check(case, thorough=True)
             return _deviation(case, difference, wild=False) if difference else None
-        if case.misuse not in misuse.MISUSES:
-            raise UserError(f"there is no misuse {case.misuse!r}")
-        record = misuse.MISUSES[case.misuse]
+        record = misuse.MISUSES.get(case.misuse)
+        if record is None or record.kernel != case.kernel:
+            raise UserError(f"kernel {case.kernel} has no misuse {case.misuse!r}")
         difference = contracts.check(check, record, case)
         return _deviation(case, difference, wild=record.refuses) if difference else None
 

@@ -26,9 +26,11 @@ def open_folder(path: Path) -> Path:
         UserError: it cannot.
     """
     try:
-        (path / "failures").mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        failures, changes = path / "failures", path / "changes"
+        failures.mkdir(parents=True, exist_ok=True)
+        for folder in (path, failures, *([changes] if os.path.lexists(changes) else [])):
+            with tempfile.TemporaryFile(dir=folder):
+                pass
     except OSError as error:
         raise UserError(
             f"report folder {path}: {error.strerror}; give --report a folder that can be written"
@@ -70,7 +72,7 @@ def write_texts(
         open_folder(folder)
         files = {}
         for stale in [*folder.glob("failures/*.json"), *folder.glob("changes/*.json")]:
-            stale.unlink()
+            stale.unlink(missing_ok=True)
         for deviation in report["deviations"]:
             path = folder / "failures" / f"{stem(deviation)}.json"
             _write(path, _json({"schema": report["schema"], "seed": report["seed"], **deviation}))

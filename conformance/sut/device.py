@@ -56,7 +56,7 @@ class PlainEvent:
     """A device event that only counts: on one thread everything before it has happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.recorded = self.waited = 0
+        self.recorded = self.waited = self.joined = 0
 
     def record(self, stream: Any = None) -> None:
         self.recorded += 1
@@ -65,7 +65,7 @@ class PlainEvent:
         self.waited += 1
 
     def synchronize(self) -> None:
-        self.waited += 1
+        self.joined += 1
 
     def query(self) -> bool:
         return True
@@ -121,7 +121,7 @@ class CudaDevice:
         class CountedEvent(torch.cuda.Event):
             """An event that counts its recordings and who waits for it."""
 
-            recorded = waited = 0
+            recorded = waited = joined = 0
 
             def record(self, stream: Any = None) -> None:
                 self.recorded += 1
@@ -132,7 +132,7 @@ class CudaDevice:
                 super().wait(stream)
 
             def synchronize(self) -> None:
-                self.waited += 1
+                self.joined += 1
                 super().synchronize()
 
         _replace(torch.cuda, "Event", CountedEvent)

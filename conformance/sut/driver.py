@@ -198,22 +198,36 @@ class Driver:
         return self._batch_values(batch) if self.recording else ()
 
     def _written(self, batch: Any, before: tuple[Any, ...]) -> dict[str, Any] | None:
-        """Batch fields that were rebound since `before`; None where nobody records them.
+        """Batch fields that were rebound since `before`, and all integers it has now.
 
-        Of small integers nobody can tell whether they were set again, so they do not count.
+        Of small integers nobody can tell whether they were set again. None where nobody records.
         """
         if not self.recording:
             return None
         after = self._batch_values(batch)
         fields = zip(self._batch_fields, before, after, strict=True)
-        return {k: new for k, old, new in fields if new is not old and type(new) is not int}
+        return {k: new for k, old, new in fields if new is not old or type(new) is int}
 
-    def _requests(self, batch: Any) -> dict[str, list[int]]:
-        """What a call may change on the batch's requests, where it is recorded."""
+    def _requests(self, batch: Any) -> dict[str, list[Any]]:
+        """Numbers of the batch's requests, which a call may change, where it is recorded."""
+        if not self.recording or not batch.reqs:
+            return {}
+        names = [k for k, v in vars(batch.reqs[0]).items() if type(v) is int and k != "rid"]
+        return {f"requests.{k}": [getattr(host, k, None) for host in batch.reqs] for k in names}
+
+    def _views(self, batch: Any, held: list[tuple[Tensor, Tensor]]) -> dict[str, list[str]]:
+        """Which rows of a batch share storage with those before the call, where it is recorded."""
         if not self.recording:
             return {}
-        names = ("decode_batch_idx", "kv_allocated_len", "kv_committed_len")
-        return {f"requests.{name}": [getattr(host, name) for host in batch.reqs] for name in names}
+        before = {storage(tensor) for tensor, _ in held} - {-1}
+        rows = {"req_pool_indices": batch.req_pool_indices, **self._row_tensors(batch.spec_info)}
+        return {"views": [name for name, tensor in rows.items() if storage(tensor) in before]}
+
+    def _carries(self, payload: Any, draft: Any) -> dict[str, Any]:
+        """What the relay is handed, field by field, where it is recorded."""
+        if not self.recording or payload is draft:
+            return {}
+        return {f"payload.{name}": value for name, value in _attributes(payload).items()}
 
     def _carried(self, **values: Tensor) -> dict[str, list[str]]:
         """Which values live in the worker's output buffers, where it is recorded."""
@@ -398,6 +412,7 @@ class Driver:
                     **self._relay_aspects(),
                     copied=self._copied(tokens),
                     undeclared=self._undeclared("relay", self.relay),
+                    **self._carries(payload, draft),
                 )
                 if signals is not None:
                     self._observe("idle-signals", unchanged=self._signals() == signals)
@@ -459,10 +474,10 @@ class Driver:
             if row not in effect.keep and not host.finished()
         ]
         self._mark_finished(batch, effect.keep, chunked)
-        held = self._hold(batch)
+        held, before = self._hold(batch), self._before(batch)
         self._call("absorb-filter", batch.filter_batch, chunked)
         if effect.keep:
-            self._observe_rows("absorb-filter", batch, held)
+            self._observe_rows("absorb-filter", batch, held, before)
         else:
             self._observe("absorb-filter", requests=[host.rid for host in batch.reqs])
         self.prefill = None
@@ -474,7 +489,7 @@ class Driver:
         running = self.running
         right = copy.copy(batch.spec_info)
         right_values = {k: v.clone() for k, v in self._live_tensors(right).items()}
-        held = self._hold(running)
+        held, before = self._hold(running), self._before(running)
         forms = [d.future_indices is not None for d in (running.spec_info, right)]
         self._call("merge", running.merge_batch, batch)
         other = batch.spec_info
@@ -485,6 +500,7 @@ class Driver:
             "merge",
             running,
             held,
+            before,
             forms=forms,
             right_intact=intact,
             right_shared=[name for name, t in mine.items() if storage(t) in theirs],
@@ -590,10 +606,10 @@ class Driver:
     def _filter(self, operation: Operation, effect: Effect) -> None:
         batch = self.running
         self._mark_finished(batch, effect.keep, [])
-        held = self._hold(batch)
+        held, before = self._hold(batch), self._before(batch)
         self._call("filter", batch.filter_batch)
         if effect.keep:
-            self._observe_rows("filter", batch, held)
+            self._observe_rows("filter", batch, held, before)
         else:
             # The tree leaves stale tensors in an emptied batch; callers drop it, and so do we.
             self._observe("filter", requests=[host.rid for host in batch.reqs])
@@ -601,12 +617,17 @@ class Driver:
 
     def _retract(self, operation: Retract, effect: Effect) -> None:
         batch = self.running
-        held = self._hold(batch)
+        held, before = self._hold(batch), self._before(batch)
         self._call("retract", batch.filter_batch, keep_indices=list(effect.keep))
-        self._observe_rows("retract", batch, held)
+        self._observe_rows("retract", batch, held, before)
 
     def _observe_rows(
-        self, call: str, batch: Any, held: list[tuple[Tensor, Tensor]], **more: Any
+        self,
+        call: str,
+        batch: Any,
+        held: list[tuple[Tensor, Tensor]],
+        before: tuple[Any, ...] = (),
+        **more: Any,
     ) -> None:
         """Everything a filter or merge of a batch decides."""
         draft = batch.spec_info
@@ -624,7 +645,8 @@ class Driver:
             aspects.update(self._stored_layout(draft))
         aspects.update(self._relay_aspects())
         aspects["held"] = all(torch.equal(tensor, value) for tensor, value in held)
-        self._observe(call, draft, **aspects, **more)
+        written = self._written(batch, before) if before else None
+        self._observe(call, draft, written, **aspects, **more, **self._views(batch, held))
 
     def _idle(self, operation: Idle, effect: Effect) -> None:
         batch = self._new_batch([], [], [])
@@ -914,6 +936,13 @@ def _same_value(old: Any, new: Any) -> bool:
         alike = type(old) is type(new) and old.dtype == new.dtype
         return alike and torch.equal(old, new)
     return type(old) is type(new) and bool(old == new)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """Attributes of an object, which may keep them in slots."""
+    if hasattr(thing, "__dict__"):
+        return dict(vars(thing))
+    return {name: getattr(thing, name) for name in type(thing).__slots__ if hasattr(thing, name)}
 
 
 class _Stopped(Exception):

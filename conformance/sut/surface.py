@@ -8,6 +8,7 @@ everything else a tree lacks only costs the clauses that need it.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import os
@@ -181,6 +182,7 @@ class Surface:
         return {
             "torch": torch.__version__,
             "triton": getattr(sys.modules.get("triton"), "__version__", None),
+            "device": _device_name(self.device.device),
             "digest": loader.digest(),
             "features": sorted(self.features),
             "roles": {
@@ -199,6 +201,10 @@ class Surface:
             "missing_packages": sorted(loader.missing),
             "notes": self.notes,
         }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def open_tree(
@@ -258,6 +264,7 @@ def open_tree(
     loader.seal()
     try:
         _probe(surface, declared)
+        _drive(surface)
     except (NoEntryPoint, StandInUsed):
         raise
     except Exception as error:
@@ -318,9 +325,13 @@ def _find_entry_points(surface: Surface) -> None:
         if not hasattr(owner, name):
             raise NoEntryPoint(f"{owner.__name__} has no {name} any more")
     payload = getattr(sys.modules[RELAY], "RelayPayload", None)
-    from_draft = getattr(payload, "from_draft_input", None)
-    # Before the payload class existed, stash took the draft input itself.
-    surface.payload = from_draft if from_draft is not None else (lambda draft: draft)
+    if payload is None:
+        # Before the payload class existed, stash took the draft input itself.
+        surface.payload = lambda draft: draft
+    elif hasattr(payload, "from_draft_input"):
+        surface.payload = payload.from_draft_input
+    else:
+        raise NoEntryPoint("RelayPayload has no from_draft_input any more")
     try:
         (scheduler,) = _load(surface, SCHEDULER, "Scheduler")
         surface.isolation_of = scheduler.__dict__.get("_forward_isolation")
@@ -351,7 +362,11 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
     draft = _probe_channels(surface, relay)
     for channel in filter(None, (surface.token_channel, surface.length_channel)):
         census["relay"].setdefault(channel, Field("relay", channel, "channel"))
-    surface.fields = {"draft": sorted(vars(draft)), "relay": sorted(vars(relay))}
+    surface.fields = {
+        "draft": sorted(vars(draft)),
+        "relay": sorted(vars(relay)),
+        "batch": sorted(f.name for f in dataclasses.fields(surface.schedule_batch)),
+    }
     surface.functions = dict(_functions(surface))
     surface.poison_tokens = _poisoned(surface, relay, surface.token_channel)
     surface.poison_lengths = _poisoned(surface, relay, surface.length_channel)
@@ -368,7 +383,6 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
     features = {
         "idle": idle,
         "debug": surface.debug,
-        "freshness": surface.debug and hasattr(relay, "_publish_fresh"),
         "host_index_filter": "new_indices_cpu" in surface.filter_arguments,
         "host_lengths_lag": "planning_seq_lens_cpu" in fields,
         "direct_carry": "direct_carry_valid" in fields,
@@ -378,6 +392,14 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         "channels": bool(surface.token_channel and surface.length_channel),
     }
     surface.features = frozenset(name for name, present in features.items() if present)
+
+
+def _drive(surface: Surface) -> None:
+    """Add what only shows when the tree is driven."""
+    from conformance.sut.probes import consumes_publish_once  # it drives what this module finds
+
+    if surface.debug and consumes_publish_once(surface):
+        surface.features |= {"freshness"}
 
 
 def _token_field(surface: Surface) -> str:
@@ -441,7 +463,7 @@ def make_draft_input(
 def _functions(surface: Surface) -> Iterator[tuple[str, str]]:
     """Public functions of the surface by qualified name, with their parameters.
 
-    An optional parameter is written ``name=``; parameters after ``*`` go by name only.
+    An optional parameter is written ``name=default``; parameters after ``*`` go by name only.
     """
     module = sys.modules[RELAY]
     for name, function in vars(module).items():
@@ -466,6 +488,10 @@ def _functions(surface: Surface) -> Iterator[tuple[str, str]]:
                 yield f"{owner.__name__}.{name}", _parameters(function)
 
 
+_PLAIN = (bool, int, float, str, type(None))
+"""Types of defaults that say what they are."""
+
+
 def _parameters(function: Any) -> str:
     words: list[str] = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -473,8 +499,11 @@ def _parameters(function: Any) -> str:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
-        optional = parameter.default is not parameter.empty
-        words.append(f"{name}=" if optional else name)
+        default = parameter.default
+        if default is parameter.empty:
+            words.append(name)
+        else:
+            words.append(f"{name}={default if isinstance(default, _PLAIN) else '...'}")
     return f"({', '.join(words)})"
 
 

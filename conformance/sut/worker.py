@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from conformance.engine import Deviation
     from conformance.kernels.session import Kernels, Outcome
+    from generators.kernel_inputs import Case
 
 _PROGRESS_EVERY = 500
 
@@ -85,6 +86,17 @@ def _describe(error: BaseException) -> dict[str, Any]:
         status = 3
     text = " ".join(str(error).split()) or type(error).__name__
     return {"status": status, "message": text, "traceback": traceback.format_exc()}
+
+
+def _case(data: dict[str, Any]) -> Case:
+    """Read a kernel case; one that is malformed is the caller's to solve."""
+    from conformance.errors import UserError
+    from generators.kernel_inputs import Case, CaseError
+
+    try:
+        return Case.from_json(data)
+    except CaseError as error:
+        raise UserError(str(error)) from None
 
 
 class _Worker:
@@ -211,17 +223,29 @@ class _Worker:
         outcome = kernels.try_misuse(name)
         return self._kernels_answer(kernels, {outcome.kernel: outcome})
 
-    def _replay_case(self, case: dict[str, Any]) -> dict[str, Any]:
-        """Check one kernel case; the deviation that it shows, or None."""
-        from conformance.errors import UserError
-        from generators.kernel_inputs import Case, CaseError
-
-        try:
-            parsed = Case.from_json(case)
-        except CaseError as error:
-            raise UserError(str(error)) from None
-        deviation = self._open_kernels().replay(parsed)
-        return {"deviation": deviation, "surface": self.surface.as_json()}
+    def _replay_case(
+        self, case: dict[str, Any], waivers: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Check one kernel case; the deviation that it shows, or None, and the case as a line."""
+        parsed = _case(case)
+        kernels = self._open_kernels()
+        deviation = kernels.replay(parsed)
+        if deviation is not None:
+            name = (deviation["clause"], deviation["anomaly"])
+            for waiver in waivers:
+                if waiver["case"] is None or (waiver["clause"], waiver["anomaly"]) != name:
+                    continue
+                witness = _case(waiver["case"])
+                if witness.kernel != parsed.kernel:
+                    continue
+                shown = kernels.replay(witness)
+                if shown is not None and (shown["clause"], shown["anomaly"]) == name:
+                    deviation["waiver"] = waiver["name"]
+        return {
+            "deviation": deviation,
+            "line": parsed.line(),
+            "surface": self.surface.as_json(),
+        }
 
     def _open_kernels(self) -> Kernels:
         from conformance.kernels.session import Kernels
@@ -328,11 +352,13 @@ class _Worker:
             from conformance.emit.emitted import emit as test_of
 
             return {"test": test_of(self.surface, emit)}
-        if self.recorder is not None:
-            self.recorder(parsed, 0)
-        deviation = replay_one(self.surface, parsed)
+        recorder = self.recorder
+        note = (lambda index: recorder(parsed, index)) if recorder is not None else None
+        deviation = replay_one(self.surface, parsed, note)
         if deviation is not None:
             for waiver in waivers:
+                if waiver["case"] is not None:
+                    continue
                 if (deviation.clause, deviation.anomaly) == (waiver["clause"], waiver["anomaly"]):
                     state, _ = self._witness(waiver)
                     deviation.waiver = waiver["name"] if state == "active" else None
