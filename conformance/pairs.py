@@ -41,7 +41,7 @@ def facets(place: str, one: Cell, other: Cell) -> tuple[str, ...]:
     if not one.times or not other.times:
         if thing.startswith("twice."):
             return ()  # a channel that one tree does not consume: its capabilities say so
-        if thing.startswith(("draft.", "relay.")):
+        if thing.startswith(("draft.", "relay.", "payload.")):
             # Whoever reads an attribute by a default of None sees no more than that default.
             shown = one.forms or other.forms
             return () if shown == (words.NONE,) else ("form",)

@@ -203,7 +203,7 @@ def plan(
                 "seed": (seed * 3 + mode) * 1_000_003 + shard,
                 "wild": wild,
                 "waivers": [waiver.request() for waiver in waivers if waiver not in alone],
-                "traced": 0 if shard or configured.compiled else min(size, TRACED),
+                "traced": 0 if shard or configured.compiled or common else min(size, TRACED),
                 "capabilities": common,
                 "recording": common is not None and not shard % RECORDED,
             }

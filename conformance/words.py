@@ -136,7 +136,7 @@ def change(
     if name in ("error", "outcome"):
         return f"{where}: {_outcome(before)} -> {_outcome(after)}"
     if facet == "value":
-        return f"{what}: at {where} {_short(shown[0])} -> {_short(shown[1])}"
+        return f"{what}: at {where} {_members(*shown)}"
     if not before:
         return f"{what}: now there at {where} ({_forms(after)})"
     if not after:
@@ -145,6 +145,19 @@ def change(
     if verb:
         return f"{what} {verb} from {_forms(before)} to {_forms(after)}"
     return f"{what}: {_forms(before)} -> {_forms(after)}"
+
+
+def _members(before: str, after: str) -> str:
+    """Two values; of two lists of names only what the one or the other has alone."""
+    if not (before.startswith("[") and after.startswith("[")):
+        return f"{_short(before)} -> {_short(after)}"
+    old, new = ([x for x in text.strip("[]").split(", ") if x] for text in (before, after))
+    if not all(name.isidentifier() for name in old + new):
+        return f"{_short(before)} -> {_short(after)}"
+    gone, added = ([x for x in a if x not in b] for a, b in ((old, new), (new, old)))
+    parts = [f"now also {', '.join(added)}"] if added else []
+    parts += [f"no longer {', '.join(gone)}"] if gone else []
+    return " and ".join(parts) or f"{_short(before)} -> {_short(after)}"
 
 
 def _short(text: str) -> str:

@@ -473,6 +473,21 @@ def test_changes_of_form_in_words(
     assert words.change("tokens", "form", ["merge", "filter"], before, after) == line
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("int64[n] [1]", "int64[n] [2]", "at merge int64[n] [1] -> int64[n] [2]"),
+        ("[a, b]", "[a, c]", "at merge now also c and no longer b"),
+        ("[]", "[a]", "at merge now also a"),
+        ("[a, b]", "[b, a]", "at merge [a, b] -> [b, a]"),
+        ("[0]", "[1]", "at merge [0] -> [1]"),
+    ],
+)
+def test_changes_of_value_in_words(before: str, after: str, line: str) -> None:
+    shown = (before, after)
+    assert words.change("batch", "value", ["merge"], (), (), shown).endswith(f": {line}")
+
+
 def test_exceptions_in_words() -> None:
     assert (
         words.change("error", "presence", ["stash"], (), ("raises TypeError",))
