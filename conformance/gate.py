@@ -193,7 +193,7 @@ def _declare_renamed(sides: Sequence[_Side], differences: Callable[[Profile], Di
     head = sides[1]
     declared = head.config.declared
     known = {(f.owner, f.name) for f in FIELDS} | {tuple(d[:2]) for d in declared}
-    new = {(owner, name) for owner, names in head.surface["fields"].items() for name in names}
+    new = {(owner, n) for owner in ("draft", "relay") for n in head.surface["fields"][owner]}
     roles = {(role.partition(".")[0], name) for role, name in head.surface["roles"].items()}
     if new <= known | roles:
         return

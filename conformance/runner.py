@@ -33,7 +33,7 @@ from generators.operations import (
 from generators.protocol import SITUATIONS
 from reference.clauses import CLAUSES
 
-SHARD = 20_000
+SHARD = 10_000
 """Operations of one job; a constant, so that results do not depend on the number of cores."""
 
 
