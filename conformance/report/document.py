@@ -28,7 +28,7 @@ _UNUSED = {
 _INTERPRETED = (
     "kernels compiled: on a CPU they run in Triton's interpreter, one program after the other"
 )
-_WIDE = "kernels on more rows or larger strides than 32-bit address arithmetic reaches"
+_WIDE = "kernels on buffers of more than 2**31 elements (B9: benchmarks/kernel_sizes.py, on a GPU)"
 _UNCHECKED = "the Triton kernels: this run did not check them"
 
 
