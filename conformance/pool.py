@@ -24,7 +24,7 @@ from typing import Any
 
 from conformance.errors import UserError
 from conformance.sut import recorder
-from conformance.sut.worker import Config
+from conformance.sut.worker import DEVICE_LOST, Config
 
 STALL = 600.0
 """Seconds after which a worker that says nothing is killed: shrinking, compiling and the kernels
@@ -366,7 +366,10 @@ class Pool:
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
             return f"signal {number} ({signal.Signals(number).name})"
-        return f"exit status {os.WEXITSTATUS(status)}"
+        code = os.WEXITSTATUS(status)
+        if code == DEVICE_LOST:
+            return "the device was lost (a failed assertion, or an access out of bounds)"
+        return f"exit status {code}"
 
     @staticmethod
     def _crash(connection: _Connection, how: str) -> Crash:

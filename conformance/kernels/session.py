@@ -187,6 +187,9 @@ class Kernels:
             if _key(known) == (difference.clause, difference.anomaly, "legal"):
                 known["count"] += 1
                 return
+        if self.surface.device.lost():
+            # Whatever is tried from here on fails: the worker ends, and its recorder has the case.
+            raise RuntimeError("the device is lost")
         case, difference = smallest(check, case, difference)
         outcome.deviations.append(_deviation(case, difference, wild=False))
 

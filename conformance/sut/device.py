@@ -51,6 +51,9 @@ class Device(Protocol):
     def settle(self) -> None:
         """Wait until everything that was started is done, so that values can be looked at."""
 
+    def lost(self) -> bool:
+        """Whether this process cannot use the device any more (after an assertion, say)."""
+
 
 class PlainEvent:
     """A device event that only counts: on one thread everything before it has happened."""
@@ -96,6 +99,10 @@ class PlainDevice:
 
     def settle(self) -> None:
         """See :class:`Device`."""
+
+    def lost(self) -> bool:
+        """See :class:`Device`."""
+        return False
 
 
 class CudaDevice:
@@ -148,6 +155,14 @@ class CudaDevice:
     def settle(self) -> None:
         """See :class:`Device`."""
         torch.cuda.synchronize()
+
+    def lost(self) -> bool:
+        """See :class:`Device`."""
+        try:
+            self.settle()
+        except RuntimeError:
+            return True
+        return False
 
 
 def _prepare(compiled: bool) -> list[str]:

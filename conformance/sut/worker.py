@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _PROGRESS_EVERY = 500
 
+DEVICE_LOST = 70
+"""Exit status of a worker whose device cannot be used any more."""
+
 
 @dataclass
 class Config:
@@ -139,6 +142,10 @@ class _Worker:
             try:
                 answer = serves[request.pop("do")](**request)
             except Exception as error:
+                if self.surface.device.lost():
+                    # Nobody can use it from here; a dead worker is a result, and its flight
+                    # recorder says where it was.
+                    os._exit(DEVICE_LOST)
                 _send(self.stream, event="error", **_describe(error))
             else:
                 _send(self.stream, event="result", **answer)
