@@ -61,7 +61,8 @@ class Comparison:
         """:data:`PRESERVED`, :data:`CHANGED` or :data:`DEVIATES`."""
         if any(d["mode"] == "legal" for d in self.head.deviations):
             return DEVIATES
-        return CHANGED if any(change.counts for change in self.changes) else PRESERVED
+        mended = any(d["mode"] == "legal" for d in self.fixed)
+        return CHANGED if mended or any(change.counts for change in self.changes) else PRESERVED
 
     @property
     def passes(self) -> bool:

@@ -119,7 +119,6 @@ _tree: Any = None
 
 def load(root: Path, debug: bool, fault: str | None) -> None:
     global _tree
-    os.environ["TRITON_INTERPRET"] = "1"
     _tree = open_bare(root, debug, fault)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import multiprocessing
-import os
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ class Found:
 
 def run(root: Path, fault: Fault, faulty: bool, whole: bool) -> list[Found]:
     """Check one tree, with the fault or without, until the first deviation or (`whole`) the end."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from conformance.engine import capabilities_for, check
     from conformance.sut.device import PlainDevice
     from conformance.sut.surface import open_tree
@@ -87,11 +85,6 @@ def in_process(fault: Fault, *, faulty: bool, whole: bool = False) -> list[Found
 def twin(release: str, debug: bool) -> list[Found]:
     """What the same run reports on the tree as it is."""
     return in_process(Fault("twin", "", (), ("", ""), release, debug), faulty=False)
-
-
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ def run(
     root: Path, kernel: str, edits: tuple[Edit, ...], until: Name | None
 ) -> list[dict[str, Any]]:
     """What the list shows of one kernel, at most until there is a deviation of that name."""
-    os.environ["TRITON_INTERPRET"] = "1"
     from conformance.kernels.session import Kernels
     from conformance.sut.device import PlainDevice
     from conformance.sut.surface import open_tree
@@ -51,11 +49,6 @@ def in_process(
 twin = functools.cache(in_process)
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
-
 def named(deviation: dict[str, Any]) -> Name:
     return deviation["clause"], deviation["anomaly"]
 
@@ -68,7 +61,8 @@ def test_fault_is_reported_and_only_with_the_fault(name: str) -> None:
     assert fault.expect in map(named, found), [(named(d), d["line"]) for d in found]
     deviation = next(d for d in found if named(d) == fault.expect)
     assert deviation["mode"] == "legal"
-    assert deviation["case"]["batch"] <= 2, deviation["line"]
+    # A layout that a wrapper may refuse is tried on three rows and not made smaller.
+    assert deviation["case"]["batch"] <= 2 + bool(deviation["case"]["misuse"]), deviation["line"]
     # A fault of a second column block takes a row that has one.
     assert deviation["case"]["block"] <= SMALL or fault.kernel == "gather", deviation["line"]
 

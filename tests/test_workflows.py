@@ -414,7 +414,7 @@ def test_a_pull_request_that_changes_behaviour_fails_until_it_is_accepted(
     assert first.status == {"Find the commits": 0, "Install tox": 0, "Gate": 1, "Summary": 0}
     # What it would be merged into, though main has moved on since it branched off.
     assert f"@{repositories.sglang.git('rev-parse', 'main').strip()} to " in first.summary
-    assert f"@{repositories.merge}: behaviour changed" in first.summary
+    assert f"@{repositories.merge}\n\n**behaviour changed" in first.summary
     assert "verified_id renamed to bonus_tokens" in first.summary
     assert "::error title=DFlash hand-over::" in first.printed["Summary"]
     assert {"report.json", "junit.xml", "accept.toml"} <= set(first.artifacts["dflash-gate"])

@@ -127,7 +127,9 @@ def headline(report: dict[str, Any]) -> str:
     if verdict == PRESERVED:
         return f"{PRESERVED}: the same on {report['totals']['compared_traces']:,} traces"
     accepted = f"{len(counted) - len(open_)} accepted, {len(open_)} to decide"
-    return f"{CHANGED}: {_count(counted, 'change')} ({accepted})"
+    text = f"{CHANGED}: {_count(counted, 'change')} ({accepted})"
+    fixed = [d for d in report["fixed"] if d["mode"] == "legal"]
+    return f"{text}, {_count(fixed, 'deviation')} fixed" if fixed else text
 
 
 def _count(things: Sequence[Any], noun: str) -> str:

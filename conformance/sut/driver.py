@@ -221,7 +221,9 @@ class Driver:
             return {}
         before = {storage(tensor) for tensor, _ in held} - {-1}
         rows = {"req_pool_indices": batch.req_pool_indices, **self._row_tensors(batch.spec_info)}
-        return {"views": [name for name, tensor in rows.items() if storage(tensor) in before]}
+        shared = {name for name, tensor in rows.items() if storage(tensor) in before}
+        # By role: another name for the same field is told where fields are.
+        return {"views": sorted("tokens" if n == self._token_field else n for n in shared)}
 
     def _carries(self, payload: Any, draft: Any) -> dict[str, Any]:
         """What the relay is handed, field by field, where it is recorded."""
