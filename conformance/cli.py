@@ -397,15 +397,11 @@ def _replay(
 
 def _answer(pool: Pool, job: Job) -> Answer:
     """The answer to one job; raises what the worker could not do."""
-    from conformance.runner import SuiteFault
+    from conformance.runner import failure_of
 
     (answer,) = pool.run([job])
     if answer.error is not None:
-        if answer.error["status"] == 3:
-            raise SuiteFault(f"{answer.error['message']}\n{answer.error['traceback']}")
-        failure = UserError(answer.error["message"])
-        failure.exit_status = answer.error["status"]  # type: ignore[misc]
-        raise failure
+        raise failure_of(answer.error)
     return answer
 
 

@@ -54,15 +54,12 @@ class Record:
         forms: per place, the forms it took.
         counts: per place, how often it was seen.
         seen: what was seen at the places asked for, in order.
-        operations, calls: how much was carried out.
     """
 
     values: dict[str, int] = field(default_factory=dict)
     forms: dict[str, set[str]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     seen: dict[str, list[Seen]] = field(default_factory=dict)
-    operations: int = 0
-    calls: int = 0
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -73,8 +70,6 @@ class Record:
                 place: [[s.operation, s.form, s.text] for s in seen]
                 for place, seen in self.seen.items()
             },
-            "operations": self.operations,
-            "calls": self.calls,
         }
 
 
@@ -121,10 +116,8 @@ def record(surface: Surface, trace: Trace, wanted: Sequence[str] = ()) -> Record
         except (ValueError, IndexError, AttributeError, TypeError, RuntimeError) as error:
             # Nobody judges, so the driver may be handed what the specification forbids.
             recorder.keep("driver", "error", Outcome.of(error))
-        recorder.result.operations += 1
         if recorder.stopped:
             break
-    recorder.result.calls = driver.calls
     return recorder.finish()
 
 

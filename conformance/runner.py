@@ -300,12 +300,11 @@ def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
         NoEntryPoint, UserError: the tree cannot be checked and is the only one (`single`).
     """
     if answer.error is not None:
-        status, message = answer.error["status"], answer.error["message"]
-        if status == 3:
-            raise SuiteFault(f"{answer.job.label}: {message}\n{answer.error['traceback']}")
+        if answer.error["status"] == 3:
+            raise failure_of(answer.error, f"{answer.job.label}: ")
         if single:
-            raise (NoEntryPoint if status == 125 else UserError)(message)
-        report.refusal, report.status = message, status
+            raise failure_of(answer.error)
+        report.refusal, report.status = answer.error["message"], answer.error["status"]
         return
     if answer.crash is not None:
         _merge(report.deviations, crash_deviation(answer))
@@ -339,6 +338,14 @@ def _borrow(report: TreeReport, sharing: Sharing) -> None:
     report.kernels = sharing.table(report.tree)
 
 
+def failure_of(error: dict[str, Any], prefix: str = "") -> UserError | SuiteFault:
+    """The exception that a worker's error stands for, its message after `prefix`."""
+    message = f"{prefix}{error['message']}"
+    if error["status"] == 3:
+        return SuiteFault(f"{message}\n{error['traceback']}")
+    return (NoEntryPoint if error["status"] == 125 else UserError)(message)
+
+
 def result_of(answer: Answer) -> dict[str, Any]:
     """A job's result.
 
@@ -350,10 +357,7 @@ def result_of(answer: Answer) -> dict[str, Any]:
     if answer.crash is not None:
         raise SuiteFault(f"{label}: a worker died ({answer.crash.how})")
     if answer.error is not None:
-        status, message = answer.error["status"], answer.error["message"]
-        if status == 3:
-            raise SuiteFault(f"{label}: {message}\n{answer.error['traceback']}")
-        raise (NoEntryPoint if status == 125 else UserError)(f"{label}: {message}")
+        raise failure_of(answer.error, f"{label}: ")
     assert answer.result is not None
     return answer.result
 

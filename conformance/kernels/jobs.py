@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from conformance.kernels import sources
@@ -28,6 +29,7 @@ class Sharing:
     relocated: Mapping[str, str]
     _planned: dict[tuple[str, str, bool], str] = field(default_factory=dict)
     _found: dict[tuple[str, str, bool], dict[str, Any]] = field(default_factory=dict)
+    _read: dict[Path, dict[str, sources.Source]] = field(default_factory=dict)
 
     def jobs(
         self, tree: Tree, config: Config, *, wild: bool, waivers: Sequence[dict[str, Any]]
@@ -87,8 +89,7 @@ class Sharing:
 
     def table(self, tree: Tree) -> dict[str, dict[str, str]]:
         """The tree's kernels for a report: module, digest, and the tree they were checked on."""
-        found = sources.find(tree.root, self.relocated)
-        keys = self._keys(tree)
+        found, keys = self._sources(tree), self._keys(tree)
         return {
             kernel: {
                 "module": source.module,
@@ -99,5 +100,11 @@ class Sharing:
         }
 
     def _keys(self, tree: Tree) -> dict[str, tuple[str, str, bool]]:
-        found = sources.find(tree.root, self.relocated)
+        found = self._sources(tree)
         return {kernel: (kernel, s.digest, s.narrow) for kernel, s in found.items()}
+
+    def _sources(self, tree: Tree) -> dict[str, sources.Source]:
+        """The tree's kernels; their modules are parsed once."""
+        if tree.root not in self._read:
+            self._read[tree.root] = sources.find(tree.root, self.relocated)
+        return self._read[tree.root]

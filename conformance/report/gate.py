@@ -118,8 +118,7 @@ def _change(change: Change) -> dict[str, Any]:
 def headline(report: dict[str, Any]) -> str:
     """The verdict in one line."""
     verdict = report["verdict"]
-    counted = [change for change in report["changes"] if change["counts"]]
-    open_ = [change for change in counted if change["accepted"] is None]
+    counted, open_ = _counted(report), _open(report)
     if verdict == DEVIATES:
         new = [d for d in report["deviations"] if d["mode"] == "legal"]
         names = ", ".join(f"{d['clause']} {d['anomaly']}" for d in new)
@@ -130,6 +129,16 @@ def headline(report: dict[str, Any]) -> str:
     text = f"{CHANGED}: {_count(counted, 'change')} ({accepted})"
     fixed = [d for d in report["fixed"] if d["mode"] == "legal"]
     return f"{text}, {_count(fixed, 'deviation')} fixed" if fixed else text
+
+
+def _counted(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Changes that make the difference between preserved and changed."""
+    return [change for change in report["changes"] if change["counts"]]
+
+
+def _open(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of them that nobody has accepted yet."""
+    return [change for change in _counted(report) if change["accepted"] is None]
 
 
 def _count(things: Sequence[Any], noun: str) -> str:
@@ -219,8 +228,7 @@ def _explained(deviation: dict[str, Any]) -> Iterator[str]:
 
 
 def _changes(report: dict[str, Any], examples: int) -> Iterator[str]:
-    counted = [change for change in report["changes"] if change["counts"]]
-    open_ = [change for change in counted if change["accepted"] is None]
+    counted, open_ = _counted(report), _open(report)
     if open_:
         yield ""
         yield "## Changes to decide" if report["verdict"] == CHANGED else "## Changes"
@@ -389,8 +397,7 @@ def _slug(text: str) -> str:
 def _suites(report: dict[str, Any]) -> ET.Element:
     """JUnit: the head's clauses, and one case per change that counts."""
     root = files.suites([report["head"]])
-    counted = [change for change in report["changes"] if change["counts"]]
-    open_ = [change for change in counted if change["accepted"] is None]
+    counted, open_ = _counted(report), _open(report)
     suite = ET.SubElement(
         root,
         "testsuite",
@@ -415,11 +422,7 @@ def annotated(report: dict[str, Any]) -> list[str]:
     lines += github.of_deviations(report["deviations"])
     lines += [github.line("warning", "DFlash hand-over", note) for note in report["notes"]]
     for kind, title in _KINDS.items():
-        open_ = [
-            change["line"]
-            for change in report["changes"]
-            if change["kind"] == kind and change["counts"] and change["accepted"] is None
-        ]
+        open_ = [change["line"] for change in _open(report) if change["kind"] == kind]
         if open_:
             text = f"{_count(open_, 'change')} to decide: {'; '.join(open_)}"
             lines.append(github.line("warning", f"DFlash hand-over: {title}", text[:_MOST_TEXT]))
@@ -428,7 +431,7 @@ def annotated(report: dict[str, Any]) -> list[str]:
 
 def acceptances(report: dict[str, Any]) -> str:
     """A record for the changes to be decided, as TOML; who accepts them fills in where and why."""
-    lines = [c["line"] for c in report["changes"] if c["counts"] and c["accepted"] is None]
+    lines = [change["line"] for change in _open(report)]
     if not lines:
         return "# Nothing is left to be decided.\n"
     expires = datetime.date.today() + datetime.timedelta(days=365)
@@ -459,7 +462,7 @@ def show(console: Console, report: dict[str, Any], written: dict[str, Path]) -> 
         words_ = ("dflash-conformance", "replay", str(file), "--sglang", deviation["tree"])
         for line in explain.lines(deviation, replay=shlex.join(words_) if file else None):
             _plain(console, line)
-    counted = [change for change in report["changes"] if change["counts"]]
+    counted = _counted(report)
     for kind, title in _KINDS.items():
         changes = [change for change in counted if change["kind"] == kind]
         if changes:
