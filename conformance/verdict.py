@@ -604,6 +604,13 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "merge": (_truth("forms", "M7", "wrong-type"), *_rows_of("M1", filter_=False)),
     "law-filter": _draft_of("F1", "F2"),
     "law-host-path": _draft_of("F5", "F5"),
+    "law-permute": _draft_of("F1", "F2"),
+    "law-lookup": (
+        _error("R1"),
+        rows("tokens", "R1", dtype_clause="R3"),
+        rows("lengths", "R2", dtype_clause="R3"),
+        _unchanged_relay("F6"),
+    ),
     "law-compose": _draft_of("F3", "F3"),
     "law-keep-all": _draft_of("F4", "F4"),
     "law-merge": _draft_of("M1", "M4", "M5"),

@@ -184,6 +184,7 @@ class Law(Operation):
 
 LAWS = (
     "filter",
+    "permute",
     "compose",
     "keep-all",
     "merge",
@@ -191,6 +192,7 @@ LAWS = (
     "distribute",
     "neutral",
     "idle",
+    "lookup",
     "consume-twice",
     "resolve-nothing",
 )

@@ -528,8 +528,12 @@ def _refuse_law(state: State, operation: Operation, capabilities: Capabilities) 
         return "its second filter keeps rows that the first one dropped"
     if not 0 <= operation.cut <= rows:
         return "it cuts outside the batch"
-    if operation.law in ("filter", "compose", "distribute") and not operation.keep:
+    if operation.law == "lookup" and not state.header.overlap:
+        return "without overlap nothing is looked up in the relay"
+    if operation.law in ("filter", "compose", "distribute", "lookup") and not operation.keep:
         return "at least one row stays"
+    if operation.law == "permute" and sorted(operation.keep) != list(range(rows)):
+        return "a permutation names every row once"
     if operation.law in ("filter", "compose") and len(operation.keep) >= rows:
         return "a batch that keeps every row is not filtered"
     if operation.law == "compose" and not 0 < len(operation.then) < len(operation.keep):
@@ -537,9 +541,9 @@ def _refuse_law(state: State, operation: Operation, capabilities: Capabilities) 
     if operation.law == "distribute" and not (
         any(i < operation.cut for i in operation.keep)
         and any(i >= operation.cut for i in operation.keep)
-        and list(operation.keep) == sorted(set(operation.keep))
+        and len(set(operation.keep)) == len(operation.keep)
     ):
-        return "each side keeps at least one row, in order"
+        return "each side keeps at least one row"
     return None
 
 
@@ -560,29 +564,39 @@ def _draw_law(state: State, choose: Choices, capabilities: Capabilities) -> Oper
     if law in ("filter", "compose"):
         if rows < 2 + (law == "compose"):
             return None
-        keep = _subset(rows, choose, ordered=False)[: rows - 1]
+        keep = _subset(rows, choose)[: rows - 1]
         if law == "compose":
             keep = keep if len(keep) > 1 else [*keep, (keep[0] + 1) % rows]
-            then = _subset(len(keep), choose, ordered=False)[: len(keep) - 1]
+            then = _subset(len(keep), choose)[: len(keep) - 1]
         cut = 0
     elif law == "distribute":
         if rows < 2:
             return None
         cut = 1 + choose.below(rows - 1)
-        keep = _subset(cut, choose, ordered=True)
-        keep += [cut + i for i in _subset(rows - cut, choose, ordered=True)]
+        keep = _subset(cut, choose)
+        keep += [cut + i for i in _subset(rows - cut, choose)]
+    elif law == "permute":
+        keep, cut = _shuffled(rows, choose), 0
+    elif law == "lookup":
+        if not state.header.overlap:
+            return None
+        keep = _subset(rows, choose)
     elif law in ("neutral", "keep-all", "idle", "consume-twice", "resolve-nothing"):
         cut = 0
     return Law(law, form, mirrors, tuple(keep), tuple(then), cut)
 
 
-def _subset(n: int, choose: Choices, *, ordered: bool) -> list[int]:
-    """At least one of n indices; a permutation of the subset unless `ordered`."""
+def _subset(n: int, choose: Choices) -> list[int]:
+    """At least one of n indices, in any order."""
     mask = choose.below((1 << min(n, 30)) - 1) + 1
     rows = [i for i in range(n) if mask >> (i % 30) & 1]
-    if not ordered and choose.below(2):
-        rows.reverse()
-    return rows
+    return rows if choose.below(2) else [rows[i] for i in _shuffled(len(rows), choose)]
+
+
+def _shuffled(n: int, choose: Choices) -> list[int]:
+    """All of n indices, in any order."""
+    rows = list(range(n))
+    return [rows.pop(choose.below(len(rows))) for _ in range(n)]
 
 
 def _refuse_wild(state: State, operation: Operation, _: Capabilities) -> str | None:

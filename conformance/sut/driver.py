@@ -19,9 +19,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.observation import Observation, Outcome, merge_call
+from conformance.observation import Observation, Outcome
 from conformance.sut.isolation import StandInUsed
+from conformance.sut.laws import Laws
 from conformance.sut.surface import Settings, Surface, make_draft_input, make_pool, make_relay
+from conformance.sut.wild import WildUses
 from generators.operations import (
     Admit,
     Adopt,
@@ -141,13 +143,13 @@ class Driver:
         self._batch_values = operator.attrgetter(*self._batch_fields)
         census = surface.census["draft"].values()
         self._rows = [record.name for record in census if record.kind == "row"]
-        self._five = ("topk_p", "topk_index", surface.token_field, "new_seq_lens", "hidden_states")
-        self._mirrors = surface.draft_fields("mirror")
+        self.five = ("topk_p", "topk_index", surface.token_field, "new_seq_lens", "hidden_states")
+        self.mirrors = surface.draft_fields("mirror")
         # The worker writes its results into two buffers in turn.
-        dtype = torch.int32 if surface.capabilities.token_bits < 32 else torch.int64
+        self.token_dtype = torch.int32 if surface.capabilities.token_bits < 32 else torch.int64
         self._output = [
             (
-                torch.zeros(header.pool, dtype=dtype, device=self.device),
+                torch.zeros(header.pool, dtype=self.token_dtype, device=self.device),
                 torch.zeros(header.pool, dtype=torch.int64, device=self.device),
             )
             for _ in range(2)
@@ -157,7 +159,7 @@ class Driver:
         self._started = False
         self._scheduler = Settings(record_batch_in_overlap=lambda batch: None)
         self._token_field = surface.token_field
-        self._channels = [
+        self.channel_names = [
             (name, buffer)
             for name, buffer in (
                 ("tokens", surface.token_channel),
@@ -165,7 +167,9 @@ class Driver:
             )
             if buffer is not None
         ]
-        self._relay_names = [(f"relay_{name}", buffer) for name, buffer in self._channels]
+        self._relay_names = [(f"relay_{name}", buffer) for name, buffer in self.channel_names]
+        self.laws = Laws(self)
+        self.wild = WildUses(self, self.laws)
         self._perform: dict[type[Operation], Callable[[Any, Effect], None]] = {
             Admit: self._admit,
             Adopt: self._absorb,
@@ -174,8 +178,8 @@ class Driver:
             Filter: self._filter,
             Retract: self._retract,
             Idle: self._idle,
-            Law: self._law,
-            Wild: self._wild,
+            Law: self.laws.perform,
+            Wild: self.wild.perform,
         }
 
     # -- observing ----------------------------------------------------------------------------
@@ -187,7 +191,7 @@ class Driver:
             with contextlib.suppress(_Stopped):
                 perform(operation, effect)
 
-    def _observe(
+    def observe(
         self, call: str, draft: Any = None, written: dict[str, Any] | None = None, **aspects: Any
     ) -> None:
         self.surface.device.settle()
@@ -220,7 +224,7 @@ class Driver:
         if not self.recording:
             return {}
         before = {storage(tensor) for tensor, _ in held} - {-1}
-        rows = {"req_pool_indices": batch.req_pool_indices, **self._row_tensors(batch.spec_info)}
+        rows = {"req_pool_indices": batch.req_pool_indices, **self.row_tensors(batch.spec_info)}
         shared = {name for name, tensor in rows.items() if storage(tensor) in before}
         # By role: another name for the same field is told where fields are.
         return {"views": sorted("tokens" if n == self._token_field else n for n in shared)}
@@ -238,7 +242,7 @@ class Driver:
         theirs = {storage(buffer) for pair in self._output for buffer in pair}
         return {"carried": [name for name, value in values.items() if storage(value) in theirs]}
 
-    def _call(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(self, call: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call into the tree; an exception becomes an observation and ends the operation."""
         self.calls += 1
         try:
@@ -248,10 +252,10 @@ class Driver:
         except Exception as error:
             fresh = getattr(self.relay, "_publish_fresh", None)
             name = getattr(function, "__name__", "")
-            self._observe(call, error=Outcome.of(error), during=name, fresh=fresh)
+            self.observe(call, error=Outcome.of(error), during=name, fresh=fresh)
             raise _Stopped from None
 
-    def _try(self, function: Callable[..., Any], *args: Any) -> Outcome | None:
+    def attempt(self, function: Callable[..., Any], *args: Any) -> Outcome | None:
         """Call into the tree where an error is an answer, not the end."""
         self.calls += 1
         try:
@@ -266,7 +270,7 @@ class Driver:
     def channels(self) -> dict[str, Tensor]:
         """The relay's recognised buffers, as they are now; one may not exist yet."""
         held = vars(self.relay)
-        return {name: held[buffer] for name, buffer in self._channels if buffer in held}
+        return {name: held[buffer] for name, buffer in self.channel_names if buffer in held}
 
     def rows(self) -> tuple[dict[str, Tensor] | None, dict[str, Tensor] | None]:
         """What the running and the last prefill batch hold: ``slots``, and their draft's rows."""
@@ -289,10 +293,18 @@ class Driver:
         """Names of all tensors the relay holds; a lazily created one shows here."""
         return tuple(k for k, v in vars(self.relay).items() if isinstance(v, Tensor))
 
-    def _relay_aspects(self, relay: Any = None) -> dict[str, Any]:
+    def relay_aspects(self, relay: Any = None) -> dict[str, Any]:
         """The recognised buffers of the relay, or of a copy of it, as aspects."""
         held = vars(self.relay if relay is None else relay)
         return {aspect: held[buffer] for aspect, buffer in self._relay_names if buffer in held}
+
+    def relay_copy(self) -> Any:
+        """A relay with the same rows, whose writes nobody else sees."""
+        relay = copy.copy(self.relay)
+        for _, buffer in self.channel_names:
+            if buffer in vars(self.relay):
+                setattr(relay, buffer, getattr(self.relay, buffer).clone())
+        return relay
 
     def _signals(self) -> tuple[Any, ...]:
         """Signals of the relay: its event's recordings, whether it is armed, its buffers."""
@@ -313,7 +325,7 @@ class Driver:
 
     # -- making batches --------------------------------------------------------------------------
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    def tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def _host_request(self, request: Request) -> HostRequest:
@@ -325,7 +337,7 @@ class Driver:
             )
         return host
 
-    def _new_batch(self, requests: list[Request], slots: list[int], lengths: list[int]) -> Any:
+    def new_batch(self, requests: list[Request], slots: list[int], lengths: list[int]) -> Any:
         """A batch as ``prepare_for_extend`` leaves it, or ``prepare_for_idle`` (no requests)."""
         modes = self.surface.forward_mode
         batch = self.surface.schedule_batch(
@@ -340,9 +352,9 @@ class Driver:
         )
         batch.forward_mode = modes.EXTEND if requests else modes.IDLE
         batch.sampling_info = _SamplingInfo([r.number for r in requests])
-        batch.req_pool_indices = self._tensor(slots)
+        batch.req_pool_indices = self.tensor(slots)
         batch.req_pool_indices_cpu = torch.tensor(slots, dtype=torch.int64)
-        batch.seq_lens = self._tensor(lengths)
+        batch.seq_lens = self.tensor(lengths)
         batch.seq_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
         batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
         batch.seq_lens_sum = sum(lengths)
@@ -350,7 +362,7 @@ class Driver:
             batch.input_ids = None
             batch.prefill_input_ids_cpu = batch.seq_lens_cpu
         else:
-            batch.input_ids = self._tensor([])
+            batch.input_ids = self.tensor([])
         return batch
 
     # -- one step -------------------------------------------------------------------------------
@@ -358,9 +370,9 @@ class Driver:
     def _resolve(self, call: str, batch: Any) -> None:
         """What happens before a forward: the two resolves, lengths first."""
         if self.header.overlap:
-            self._call(call, self.relay.resolve_seq_lens_cpu, batch)
+            self.call(call, self.relay.resolve_seq_lens_cpu, batch)
         with self.surface.device.forward():
-            self._call(call, self.surface.resolve_forward_inputs, batch, self.relay)
+            self.call(call, self.surface.resolve_forward_inputs, batch, self.relay)
 
     def _isolation(self, batch: Any) -> contextlib.AbstractContextManager[None]:
         """The scheduler's own transaction around a forward, if the tree has one."""
@@ -393,9 +405,9 @@ class Driver:
             # A forward may rebind any field in the middle; the transaction must undo it all.
             for name in self._batch_fields:
                 setattr(batch, name, _SPOILED)
-            draft = self._call("build", build)
+            draft = self.call("build", build)
             lengths = draft.new_seq_lens
-            self._observe(
+            self.observe(
                 "build",
                 draft,
                 tokens=getattr(draft, self._token_field),
@@ -404,21 +416,21 @@ class Driver:
             )
             if self.header.overlap:
                 signals = None if effect.slots else self._signals()
-                self._call("publish", self.relay.publish, slots, lengths)
-                self._observe("publish", **self._relay_aspects(), copied=self._copied(lengths))
-                payload = self._call("stash", self.surface.payload, draft)
-                self._call("stash", self.relay.stash, slots, payload)
+                self.call("publish", self.relay.publish, slots, lengths)
+                self.observe("publish", **self.relay_aspects(), copied=self._copied(lengths))
+                payload = self.call("stash", self.surface.payload, draft)
+                self.call("stash", self.relay.stash, slots, payload)
                 tokens = getattr(draft, self._token_field)
-                self._observe(
+                self.observe(
                     "stash",
-                    **self._relay_aspects(),
+                    **self.relay_aspects(),
                     copied=self._copied(tokens),
                     undeclared=self._undeclared("relay", self.relay),
                     **self._carries(payload, draft),
                 )
                 if signals is not None:
-                    self._observe("idle-signals", unchanged=self._signals() == signals)
-        self._observe("restore", changed=self._changed(before, self._batch_values(batch)))
+                    self.observe("idle-signals", unchanged=self._signals() == signals)
+        self.observe("restore", changed=self._changed(before, self._batch_values(batch)))
         batch.input_ids = None
         batch.spec_info = draft
         if self.header.overlap:
@@ -439,20 +451,20 @@ class Driver:
     # -- operations -----------------------------------------------------------------------------
 
     def _admit(self, operation: Admit, effect: Effect) -> None:
-        batch = self._new_batch(effect.requests, effect.slots, effect.lengths)
+        batch = self.new_batch(effect.requests, effect.slots, effect.lengths)
         for request in effect.requests:
             self._host_request(request).kv_committed_len = request.length
         if not self._started:
             self._started = True
-            self._observe("relay", undeclared=self._undeclared("relay", self.relay))
+            self.observe("relay", undeclared=self._undeclared("relay", self.relay))
         self._resolve("admit-resolve", batch)
-        self._observe(
+        self.observe(
             "admit-resolve",
             input_ids=batch.input_ids,
             seq_lens=batch.seq_lens,
-            **self._relay_aspects(),
+            **self.relay_aspects(),
         )
-        tokens = self._tensor(effect.tokens)
+        tokens = self.tensor(effect.tokens)
         lengths, host = batch.seq_lens, batch.seq_lens_cpu
 
         def build() -> Any:
@@ -477,11 +489,11 @@ class Driver:
         ]
         self._mark_finished(batch, effect.keep, chunked)
         held, before = self._hold(batch), self._before(batch)
-        self._call("absorb-filter", batch.filter_batch, chunked)
+        self.call("absorb-filter", batch.filter_batch, chunked)
         if effect.keep:
             self._observe_rows("absorb-filter", batch, held, before)
         else:
-            self._observe("absorb-filter", requests=[host.rid for host in batch.reqs])
+            self.observe("absorb-filter", requests=[host.rid for host in batch.reqs])
         self.prefill = None
         if not effect.stays:
             return
@@ -493,11 +505,9 @@ class Driver:
         right_values = {k: v.clone() for k, v in self._live_tensors(right).items()}
         held, before = self._hold(running), self._before(running)
         forms = [d.future_indices is not None for d in (running.spec_info, right)]
-        self._call("merge", running.merge_batch, batch)
+        self.call("merge", running.merge_batch, batch)
         other = batch.spec_info
         intact = all(torch.equal(getattr(other, k), v) for k, v in right_values.items())
-        mine = self._live_tensors(running.spec_info)
-        theirs = {storage(t) for t in self._live_tensors(other).values()} - {-1}
         self._observe_rows(
             "merge",
             running,
@@ -505,17 +515,17 @@ class Driver:
             before,
             forms=forms,
             right_intact=intact,
-            right_shared=[name for name, t in mine.items() if storage(t) in theirs],
+            right_shared=self.shared(running.spec_info, other),
         )
 
-    def _stored_layout(self, draft: Any) -> dict[str, Any]:
+    def stored_layout(self, draft: Any) -> dict[str, Any]:
         """Shape and dtype of the five stored tensors; row counts of what else is row-aligned."""
         held = vars(draft)
-        five = [(name, held.get(name)) for name in self._five]
+        five = [(name, held.get(name)) for name in self.five]
         known = [
             (i, tuple(t.shape), t.dtype) for i, (_, t) in enumerate(five) if isinstance(t, Tensor)
         ]
-        extra = [t.shape[0] for n, t in self._live_tensors(draft).items() if n not in self._five]
+        extra = [t.shape[0] for n, t in self._live_tensors(draft).items() if n not in self.five]
         return {"widths": known, "extra_rows": extra} if extra else {"widths": known}
 
     def _live_tensors(self, draft: Any) -> dict[str, Tensor]:
@@ -525,10 +535,15 @@ class Driver:
         held = vars(draft)
         return {name: held[name] for name in self._rows if isinstance(held.get(name), Tensor)}
 
-    def _row_tensors(self, draft: Any) -> dict[str, Tensor]:
+    def shared(self, left: Any, right: Any) -> list[str]:
+        """Names of the left draft input's tensors that share storage with one of the right's."""
+        theirs = {storage(t) for t in self.row_tensors(right).values()} - {-1}
+        return [name for name, t in self.row_tensors(left).items() if storage(t) in theirs]
+
+    def row_tensors(self, draft: Any) -> dict[str, Tensor]:
         """Live tensors and host mirrors: whatever a filter or merge of another must not touch."""
         held = vars(draft)
-        mirrors = {m.name: held.get(m.name) for m in self._mirrors}
+        mirrors = {m.name: held.get(m.name) for m in self.mirrors}
         present = {name: t for name, t in mirrors.items() if isinstance(t, Tensor)}
         return {**self._live_tensors(draft), **present}
 
@@ -544,7 +559,7 @@ class Driver:
             host.kv_committed_len = committed
         draft = batch.spec_info
         before = self._before(batch)
-        self._call("prepare", draft.prepare_for_decode, batch)
+        self.call("prepare", draft.prepare_for_decode, batch)
         planning = getattr(draft, "planning_seq_lens_cpu", None)
         aspects: dict[str, Any] = {}
         if self._lag or not self.header.overlap:
@@ -552,7 +567,7 @@ class Driver:
             aspects.update(committed=batch.seq_lens_cpu, committed_sum=batch.seq_lens_sum)
         if planning is not None:
             aspects.update(planning=planning, planning_sum=draft.planning_seq_lens_sum)
-        self._observe(
+        self.observe(
             "prepare",
             draft,
             self._written(batch, before),
@@ -570,7 +585,7 @@ class Driver:
             for what, value in (("tokens", tokens), ("lengths", batch.seq_lens))
             if storage(value) in held
         ]
-        self._observe(
+        self.observe(
             "resolve",
             draft,
             self._written(batch, before),
@@ -580,7 +595,7 @@ class Driver:
             host_sum=batch.seq_lens_sum,
             aliased=aliased,
             staged=[batch.input_ids, batch.prefill_input_ids_cpu],
-            **self._relay_aspects(),
+            **self.relay_aspects(),
             **self._carried(tokens=tokens, lengths=batch.seq_lens),
         )
         output, output_lengths = self._output[self._turn]
@@ -589,8 +604,8 @@ class Driver:
         reserved = getattr(draft, "reserved_seq_lens_cpu", None)
 
         def build() -> Any:
-            output[:rows] = self._tensor(effect.tokens)
-            output_lengths[:rows] = self._tensor(effect.lengths)
+            output[:rows] = self.tensor(effect.tokens)
+            output_lengths[:rows] = self.tensor(effect.lengths)
             return make_draft_input(
                 self.surface,
                 output[:rows],
@@ -602,25 +617,25 @@ class Driver:
 
     def _hold(self, batch: Any) -> list[tuple[Tensor, Tensor]]:
         """Tensors that others may hold (the result queue, the relay's stash): with their values."""
-        tensors = [batch.req_pool_indices, *self._row_tensors(batch.spec_info).values()]
+        tensors = [batch.req_pool_indices, *self.row_tensors(batch.spec_info).values()]
         return [(tensor, tensor.clone()) for tensor in tensors]
 
     def _filter(self, operation: Operation, effect: Effect) -> None:
         batch = self.running
         self._mark_finished(batch, effect.keep, [])
         held, before = self._hold(batch), self._before(batch)
-        self._call("filter", batch.filter_batch)
+        self.call("filter", batch.filter_batch)
         if effect.keep:
             self._observe_rows("filter", batch, held, before)
         else:
             # The tree leaves stale tensors in an emptied batch; callers drop it, and so do we.
-            self._observe("filter", requests=[host.rid for host in batch.reqs])
+            self.observe("filter", requests=[host.rid for host in batch.reqs])
             self.running = None
 
     def _retract(self, operation: Retract, effect: Effect) -> None:
         batch = self.running
         held, before = self._hold(batch), self._before(batch)
-        self._call("retract", batch.filter_batch, keep_indices=list(effect.keep))
+        self.call("retract", batch.filter_batch, keep_indices=list(effect.keep))
         self._observe_rows("retract", batch, held, before)
 
     def _observe_rows(
@@ -644,290 +659,29 @@ class Driver:
         if draft.future_indices is None:
             aspects["tokens"] = getattr(draft, self._token_field)
             aspects["lengths"] = draft.new_seq_lens
-            aspects.update(self._stored_layout(draft))
-        aspects.update(self._relay_aspects())
+            aspects.update(self.stored_layout(draft))
+        aspects.update(self.relay_aspects())
         aspects["held"] = all(torch.equal(tensor, value) for tensor, value in held)
         written = self._written(batch, before) if before else None
-        self._observe(call, draft, written, **aspects, **more, **self._views(batch, held))
+        self.observe(call, draft, written, **aspects, **more, **self._views(batch, held))
 
     def _idle(self, operation: Idle, effect: Effect) -> None:
-        batch = self._new_batch([], [], [])
+        batch = self.new_batch([], [], [])
         self._resolve("idle-resolve", batch)
-        self._observe("idle-resolve", **self._relay_aspects(), seq_lens=batch.seq_lens)
+        self.observe("idle-resolve", **self.relay_aspects(), seq_lens=batch.seq_lens)
 
         def build() -> Any:
             if operation.during == "prefill":
                 return self.surface.draft_input.create_idle_input(self.device)
-            dtype = self._output[0][0].dtype
             return make_draft_input(
                 self.surface,
-                torch.empty((0,), dtype=dtype, device=self.device),
-                self._tensor([]),
+                torch.empty((0,), dtype=self.token_dtype, device=self.device),
+                self.tensor([]),
             )
 
         self._forward(batch, effect, build)
         if self.running is not None:
             self._observe_rows("idle", self.running, [])
-
-    # -- laws: on copies of the running batch's draft input ---------------------------------------
-
-    def _law(self, operation: Law, effect: Effect) -> None:
-        rows = list(range(len(effect.slots)))
-        if operation.law == "idle":
-            self._observe_idle_input(effect)
-            return
-        if operation.law == "consume-twice":
-            self._consume_twice(operation, effect)
-            return
-        if operation.law == "resolve-nothing":
-            self._resolve_nothing(effect)
-            return
-        whole = self._operand(operation, effect, rows)
-        if operation.law == "filter":
-            held = [(t, t.clone()) for t in self._row_tensors(whole).values()]
-            twin = self._operand(operation, effect, rows)
-            self._filter_draft(whole, operation.keep)
-            intact = all(torch.equal(t, value) for t, value in held)
-            self._observe_draft("law-filter", whole, held=intact)
-            if "new_indices_cpu" in self.surface.filter_arguments:
-                self._filter_draft(twin, operation.keep, host=True)
-                self._observe_draft("law-host-path", twin)
-        elif operation.law == "compose":
-            self._filter_draft(whole, operation.keep)
-            self._observe_draft("law-filter", whole)
-            self._filter_draft(whole, operation.then)
-            self._observe_draft("law-compose", whole)
-        elif operation.law == "keep-all":
-            self._filter_draft(whole, tuple(rows))
-            self._observe_draft("law-keep-all", whole)
-        elif operation.law == "merge":
-            self._law_merge(operation, effect, operation.cut)
-        elif operation.law == "associate":
-            self._law_associate(operation, effect)
-        elif operation.law == "distribute":
-            self._law_merge(operation, effect, operation.cut)  # a wrong merge is M1's, not M3's
-            left = self._operand(operation, effect, rows[: operation.cut])
-            right = self._operand(operation, effect, rows[operation.cut :])
-            self._filter_draft(left, [i for i in operation.keep if i < operation.cut])
-            self._observe_draft("law-filter", left)
-            self._filter_draft(
-                right, [i - operation.cut for i in operation.keep if i >= operation.cut]
-            )
-            self._observe_draft("law-filter", right)
-            self._call("law-distribute", left.merge_batch, right)
-            self._observe_draft("law-distribute", left)
-        elif operation.law == "neutral":
-            right = self._operand(operation, effect, [])
-            self._call("law-neutral", whole.merge_batch, right)
-            self._observe_draft("law-neutral", whole)
-            left = self._operand(operation, effect, [])
-            self._call("law-neutral", left.merge_batch, self._operand(operation, effect, rows))
-            self._observe_draft("law-neutral", left)
-
-    def _law_merge(self, operation: Law, effect: Effect, cut: int) -> None:
-        rows = list(range(len(effect.slots)))
-        call = merge_call(0, cut, len(rows))
-        left = self._operand(operation, effect, rows[:cut])
-        right = self._operand(operation, effect, rows[cut:])
-        before = {k: v.clone() for k, v in self._row_tensors(right).items()}
-        self._call(call, left.merge_batch, right)
-        after = self._row_tensors(right)
-        theirs = {storage(t) for t in after.values()} - {-1}
-        self._observe_draft(
-            call,
-            left,
-            right_intact=all(torch.equal(after[k], v) for k, v in before.items()),
-            right_shared=[
-                name for name, t in self._row_tensors(left).items() if storage(t) in theirs
-            ],
-        )
-
-    def _law_associate(self, operation: Law, effect: Effect) -> None:
-        rows = list(range(len(effect.slots)))
-        self._law_merge(operation, effect, len(rows) // 2)  # a wrong merge is M1's, not M2's
-        first, second = sorted((operation.cut, len(rows) // 2))
-        parts = (rows[:first], rows[first:second], rows[second:])
-        a, b, c = (self._operand(operation, effect, part) for part in parts)
-        self._call("law-associate", b.merge_batch, c)
-        self._observe_draft(merge_call(first, second, len(rows)), b)
-        self._call("law-associate", a.merge_batch, b)
-        self._observe_draft("law-associate", a)
-        a, b, c = (self._operand(operation, effect, part) for part in parts)
-        self._call("law-associate", a.merge_batch, b)
-        self._observe_draft(merge_call(0, first, second), a)
-        self._call("law-associate", a.merge_batch, c)
-        self._observe_draft("law-associate", a)
-
-    def _operand(self, operation: Law, effect: Effect, rows: list[int]) -> Any:
-        """A draft input of some of the running rows, from the worker's builder.
-
-        No rows means an idle draft input as a step leaves it: from ``create_idle_input``, with
-        the idle batch's empty slots as future indices.
-        """
-        tokens = self._tensor([effect.tokens[i] for i in rows], self._output[0][0].dtype)
-        lengths = self._tensor([effect.lengths[i] for i in rows])
-        if rows:
-            draft = self._call("build", make_draft_input, self.surface, tokens, lengths)
-        else:
-            create = self.surface.draft_input.create_idle_input
-            draft = self._call("idle-input", create, self.device)
-        if operation.form == "relayed":
-            draft.future_indices = self._tensor([effect.slots[i] for i in rows])
-        if operation.mirrors:
-            for offset, mirror in enumerate(self._mirrors, 1):
-                values = [effect.lengths[i] + offset for i in rows]
-                setattr(draft, mirror.name, torch.tensor(values, dtype=torch.int32))
-                if mirror.sums:
-                    setattr(draft, mirror.sums, sum(values))
-        return draft
-
-    def _filter_draft(self, draft: Any, keep: Any, *, host: bool = False) -> None:
-        indices = self._tensor(list(keep))
-        if host:
-            self._call("law-host-path", draft.filter_batch, indices, new_indices_cpu=list(keep))
-        elif "has_been_filtered" in self.surface.filter_arguments:
-            # The way ScheduleBatch.filter_batch calls it: the rows have not been filtered yet.
-            self._call("law-filter", draft.filter_batch, indices, has_been_filtered=False)
-        else:
-            self._call("law-filter", draft.filter_batch, indices)
-
-    def _observe_draft(self, call: str, draft: Any, **more: Any) -> None:
-        mirrors = {
-            mirror.name: getattr(draft, mirror.name)
-            for mirror in self._mirrors
-            if getattr(draft, mirror.name, None) is not None
-        }
-        self._observe(
-            call,
-            draft,
-            future=draft.future_indices,
-            **(
-                {
-                    "tokens": getattr(draft, self._token_field),
-                    "lengths": draft.new_seq_lens,
-                    **self._stored_layout(draft),
-                }
-                if draft.future_indices is None
-                else {}
-            ),
-            mirrors=mirrors,
-            sums={
-                m.name: getattr(draft, m.sums)
-                for m in self._mirrors
-                if m.sums and m.name in mirrors
-            },
-            **more,
-            **self._relay_aspects(),
-        )
-
-    def _observe_idle_input(self, effect: Effect) -> None:
-        idle = self._call("idle-input", self.surface.draft_input.create_idle_input, self.device)
-        live = make_draft_input(
-            self.surface, self._tensor(effect.tokens), self._tensor(effect.lengths)
-        )
-        layout = {}
-        for name in self._five:
-            mine, theirs = getattr(idle, name, None), getattr(live, name, None)
-            if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
-                continue  # a tree may drop the fields that DFlash does not use
-            layout[name] = (_layout(mine), _layout(theirs), mine.shape[0])
-        self._observe("idle-input", layout=layout)
-
-    # -- wild uses --------------------------------------------------------------------------------
-
-    def _wild(self, operation: Wild, effect: Effect) -> None:
-        rows = list(range(len(effect.slots)))
-        relayed, stored = Law("merge", "relayed"), Law("merge", "stored")
-        use = operation.use
-        if use == "resolve-without-indices":
-            self._wild_resolve(use, effect)
-            return
-        mirrored = Law("merge", "relayed", mirrors=True)
-        left = {
-            "merge-raw-idle-right": lambda: self._operand(relayed, effect, rows),
-            "merge-raw-idle-left": lambda: self._operand(stored, effect, []),
-            "mirror-left-only": lambda: self._operand(mirrored, effect, rows[:1]),
-            "mirror-right-only": lambda: self._operand(relayed, effect, rows[:1]),
-            "relayed-with-stored": lambda: self._operand(relayed, effect, rows[:1]),
-            "stored-with-relayed": lambda: self._operand(stored, effect, rows[:1]),
-        }[use]()
-        right = {
-            "merge-raw-idle-right": lambda: self._operand(stored, effect, []),
-            "merge-raw-idle-left": lambda: self._operand(relayed, effect, rows),
-            "mirror-left-only": lambda: self._operand(relayed, effect, rows[:1]),
-            "mirror-right-only": lambda: self._operand(mirrored, effect, rows[:1]),
-            "relayed-with-stored": lambda: self._operand(stored, effect, rows[:1]),
-            "stored-with-relayed": lambda: self._operand(relayed, effect, rows[:1]),
-        }[use]()
-        outcome = self._try(left.merge_batch, right)
-        if outcome is not None:
-            self._observe(f"wild-{use}", outcome=outcome)
-            return
-        self._observe_draft(f"wild-{use}", left, outcome=None)
-
-    def _wild_resolve(self, use: str, effect: Effect) -> None:
-        batch = copy.copy(self.running)
-        batch.spec_info = make_draft_input(
-            self.surface, self._tensor(effect.tokens), self._tensor(effect.lengths)
-        )
-        batch.seq_lens = self._tensor(effect.lengths)
-        batch.enable_overlap = True
-        outcome = self._try(self.relay.resolve_seq_lens_cpu, batch) or self._try(
-            self.surface.resolve_forward_inputs, batch, self.relay
-        )
-        self._observe(
-            f"wild-{use}",
-            outcome=outcome,
-            tokens=getattr(batch.spec_info, self._token_field),
-            lengths=batch.seq_lens,
-        )
-
-    def _relay_copy(self) -> Any:
-        """A relay with the same rows, whose writes nobody else sees."""
-        relay = copy.copy(self.relay)
-        for _, buffer in self._channels:
-            if buffer in vars(self.relay):
-                setattr(relay, buffer, getattr(self.relay, buffer).clone())
-        return relay
-
-    def _consume_twice(self, operation: Law, effect: Effect) -> None:
-        """Write the running rows of a relay of its own, then resolve them twice (debug only)."""
-        relay = make_relay(self.surface, self.pool, needs_cpu_seq_lens=False)
-        batch = copy.copy(self.running)
-        slots, lengths = batch.req_pool_indices, self._tensor(effect.lengths)
-        batch.spec_info = self._operand(Law("merge"), effect, list(range(len(effect.slots))))
-        if hasattr(batch.spec_info, "direct_carry_valid"):
-            batch.spec_info.direct_carry_valid = False
-        relay.publish(slots, lengths)
-        relay.stash(slots, self.surface.payload(batch.spec_info))
-        outcomes: dict[str, Any] = {}
-        resolves = {"tokens": lambda: self.surface.resolve_forward_inputs(batch, relay)}
-        if self.surface.poison_lengths:
-            resolves["lengths"] = lambda: relay.resolve_seq_lens_cpu(batch)
-        for channel, resolve in resolves.items():
-            if operation.channel not in ("", channel):
-                continue
-            first = self._try(resolve)
-            # Publishing the padding row arms the freshness flag again, and only that: what must
-            # refuse the second time is the poison in the consumed rows.
-            relay.publish(torch.zeros_like(slots[:1]), lengths[:1])
-            second = self._try(resolve)
-            refused = second is not None and second.kind == self.surface.device.assertion
-            outcomes[channel] = [first is None, refused]
-            if refused and not self.surface.device.survives_assertion:
-                break
-        # After a failed assertion there may be no device left to wait for.
-        self.sink(Observation("consume-twice", outcomes))
-
-    def _resolve_nothing(self, effect: Effect) -> None:
-        """Resolve a relayed draft input of zero rows on a copied relay."""
-        relay = self._relay_copy()
-        batch = self._new_batch([], [], [])
-        batch.spec_info = self._operand(Law("merge", "relayed"), effect, [])
-        if self.header.overlap:
-            self._call("resolve-nothing", relay.resolve_seq_lens_cpu, batch)
-        self._call("resolve-nothing", self.surface.resolve_forward_inputs, batch, relay)
-        self._observe("resolve-nothing", seq_lens=batch.seq_lens, **self._relay_aspects(relay))
 
 
 def _same_value(old: Any, new: Any) -> bool:
@@ -949,8 +703,3 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 class _Stopped(Exception):
     """The tree raised; the operation ends with that observation."""
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """What an idle tensor must share with a live one: dtype, rank, trailing dimensions, device."""
-    return (str(tensor.dtype), tensor.dim(), tuple(tensor.shape[1:]), str(tensor.device))

@@ -1,9 +1,4 @@
-"""What a trace must make visible, by the reference model: the driver's twin.
-
-For every call the driver observes on the tree, the oracle says what the observation must be. It
-holds reference relays and draft inputs (:mod:`reference`) and nothing of the tree but the facts
-listed in :class:`Facts`.
-"""
+"""The operations of the loop on the reference model: what each of their calls must show."""
 
 from __future__ import annotations
 
@@ -14,7 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.observation import Observation, merge_call
+from conformance.observation import Observation
+from conformance.oracle.aspects import expect, widths
+from conformance.oracle.facts import Facts
+from conformance.oracle.laws import Laws
+from conformance.oracle.wild import WildUses
 from generators.operations import (
     Admit,
     Adopt,
@@ -30,34 +29,8 @@ from generators.operations import (
 )
 from generators.protocol import Effect, Request
 from reference import draft_input
-from reference.draft_input import STORED, DraftInput
+from reference.draft_input import DraftInput
 from reference.relay import POISON, Relay
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the oracle must know of a tree.
-
-    Attributes:
-        device: where device values live.
-        token_dtype: the token channel's dtype.
-        channels: which of the relay's buffers were recognised, ``tokens`` and ``lengths``.
-        poison_tokens, poison_lengths: whether resolving consumes rows.
-        host_lengths_lag: host lengths are the committed ones, with planning bounds beside them.
-        direct_carry: a batch whose shape did not change skips the relay.
-        mirrors: host mirrors of the draft input, with the name of their sum or None.
-        host_index_filter: whether a filter takes host indices beside device indices.
-    """
-
-    device: torch.device
-    token_dtype: torch.dtype
-    channels: tuple[str, ...]
-    poison_tokens: bool
-    poison_lengths: bool
-    host_lengths_lag: bool
-    direct_carry: bool
-    mirrors: tuple[tuple[str, str | None], ...]
-    host_index_filter: bool
 
 
 @dataclass
@@ -97,6 +70,7 @@ class Oracle:
         self.running: _Batch | None = None
         self.prefill: _Batch | None = None
         self.started = False
+        self.laws = Laws(self)
         self._perform: dict[type[Operation], Callable[[Any, Effect], Iterator[Observation]]] = {
             Admit: self._admit,
             Adopt: self._absorb,
@@ -105,8 +79,8 @@ class Oracle:
             Filter: self._filter,
             Retract: self._filter,
             Idle: self._idle,
-            Law: self._law,
-            Wild: self._wild,
+            Law: self.laws.perform,
+            Wild: WildUses(self, self.laws).perform,
         }
 
     def perform(self, operation: Operation, effect: Effect) -> Iterator[Observation]:
@@ -136,10 +110,10 @@ class Oracle:
 
     # -- helpers --------------------------------------------------------------------------------
 
-    def _tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+    def tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.facts.device)
 
-    def _relay_aspects(self) -> dict[str, Any]:
+    def relay_aspects(self) -> dict[str, Any]:
         aspects = {"relay_tokens": self.relay.tokens, "relay_lengths": self.relay.lengths}
         return aspects if self._all_channels else self._recognised(aspects)
 
@@ -148,31 +122,31 @@ class Oracle:
 
     def _forward(self, effect: Effect, slots: Tensor) -> Generator[Observation, None, DraftInput]:
         """What a forward hands over: build, publish, stash, restore."""
-        tokens = self._tensor(effect.tokens, self.facts.token_dtype)
-        draft = draft_input.live(tokens, self._tensor(effect.lengths))
-        yield _expect("build", tokens=draft.tokens, lengths=draft.lengths, undeclared=[])
+        tokens = self.tensor(effect.tokens, self.facts.token_dtype)
+        draft = draft_input.live(tokens, self.tensor(effect.lengths))
+        yield expect("build", tokens=draft.tokens, lengths=draft.lengths, undeclared=[])
         if self.header.overlap:
             if effect.slots:
                 self.relay.publish(slots, draft.lengths)
-            yield _expect("publish", **self._relay_aspects(), copied=True)
+            yield expect("publish", **self.relay_aspects(), copied=True)
             if effect.slots:
                 self.relay.stash(slots, draft.tokens)
-            yield _expect("stash", **self._relay_aspects(), copied=True, undeclared=[])
+            yield expect("stash", **self.relay_aspects(), copied=True, undeclared=[])
             if not effect.slots:
-                yield _expect("idle-signals", unchanged=True)
+                yield expect("idle-signals", unchanged=True)
             draft = draft_input.relayed(draft, slots)
-        yield _expect("restore", changed=[])
+        yield expect("restore", changed=[])
         return draft
 
     # -- operations -------------------------------------------------------------------------------
 
     def _admit(self, operation: Admit, effect: Effect) -> Iterator[Observation]:
         if not self.started:
-            yield _expect("relay", undeclared=[])
+            yield expect("relay", undeclared=[])
         self.started = True
-        lengths = self._tensor(effect.lengths)
-        yield _expect("admit-resolve", input_ids=lengths, seq_lens=lengths, **self._relay_aspects())
-        slots = self._tensor(effect.slots)
+        lengths = self.tensor(effect.lengths)
+        yield expect("admit-resolve", input_ids=lengths, seq_lens=lengths, **self.relay_aspects())
+        slots = self.tensor(effect.slots)
         draft = yield from self._forward(effect, slots)
         self.prefill = _Batch(
             effect.requests, slots, lengths.to(torch.int32), draft, self.facts.direct_carry
@@ -182,7 +156,7 @@ class Oracle:
         assert self.prefill is not None
         batch, self.prefill = self.prefill, None
         if not effect.keep:
-            yield _expect("absorb-filter", requests=[])
+            yield expect("absorb-filter", requests=[])
             return
         self._keep(batch, effect.keep)
         yield self._rows("absorb-filter", batch)
@@ -207,7 +181,7 @@ class Oracle:
         """Filter a batch; keeping every row in order is not a filter at all."""
         if keep == list(range(len(batch.requests))):
             return
-        rows = self._tensor(keep)
+        rows = self.tensor(keep)
         batch.requests = [batch.requests[i] for i in keep]
         batch.slots = batch.slots[rows]
         batch.prompts = batch.prompts[rows]
@@ -218,7 +192,7 @@ class Oracle:
         assert self.running is not None
         call = operation.op
         if not effect.keep:
-            yield _expect(call, requests=[])
+            yield expect(call, requests=[])
             self.running = None
             return
         self._keep(self.running, effect.keep)
@@ -237,10 +211,10 @@ class Oracle:
         if draft.future_indices is None:
             aspects["tokens"] = draft.tokens
             aspects["lengths"] = draft.lengths
-            aspects["widths"] = _widths(draft)
+            aspects["widths"] = widths(draft)
         if call != "merge":
-            aspects.update(self._relay_aspects())
-        return _expect(call, **aspects, held=True, **more)
+            aspects.update(self.relay_aspects())
+        return expect(call, **aspects, held=True, **more)
 
     def _step(self, operation: Step, effect: Effect) -> Iterator[Observation]:
         batch = self.running
@@ -253,7 +227,7 @@ class Oracle:
             prepared.update(committed=committed, committed_sum=sum(effect.committed))
         if facts.host_lengths_lag:
             prepared.update(planning=effect.before)
-        yield _expect("prepare", undeclared=[], **prepared)
+        yield expect("prepare", undeclared=[], **prepared)
         if not header.overlap:
             tokens, lengths = batch.draft.tokens, batch.draft.lengths
         elif batch.direct:
@@ -269,7 +243,7 @@ class Oracle:
             host, host_sum = lengths.cpu(), int(lengths.sum())
         else:
             host, host_sum = None, None
-        yield _expect(
+        yield expect(
             "resolve",
             tokens=tokens,
             lengths=lengths,
@@ -277,127 +251,13 @@ class Oracle:
             staged=[None, None],
             host=host,
             host_sum=host_sum,
-            **self._relay_aspects(),
+            **self.relay_aspects(),
         )
         batch.draft = yield from self._forward(effect, batch.slots)
         batch.direct = facts.direct_carry
 
     def _idle(self, operation: Idle, effect: Effect) -> Iterator[Observation]:
-        yield _expect("idle-resolve", **self._relay_aspects(), seq_lens=self._tensor([]))
-        yield from self._forward(effect, self._tensor([]))
+        yield expect("idle-resolve", **self.relay_aspects(), seq_lens=self.tensor([]))
+        yield from self._forward(effect, self.tensor([]))
         if self.running is not None:
             yield self._rows("idle", self.running)
-
-    # -- laws -----------------------------------------------------------------------------------
-
-    def _operand(self, operation: Law, effect: Effect, rows: list[int]) -> DraftInput:
-        draft = draft_input.live(
-            self._tensor([effect.tokens[i] for i in rows], self.facts.token_dtype),
-            self._tensor([effect.lengths[i] for i in rows]),
-        )
-        if operation.form == "relayed":
-            draft = replace(draft, future_indices=self._tensor([effect.slots[i] for i in rows]))
-        if operation.mirrors:
-            mirrors = {
-                name: torch.tensor([effect.lengths[i] + offset for i in rows], dtype=torch.int32)
-                for offset, (name, _) in enumerate(self.facts.mirrors, 1)
-            }
-            draft = replace(draft, mirrors=mirrors)
-        return draft
-
-    def _law(self, operation: Law, effect: Effect) -> Iterator[Observation]:
-        law = operation.law
-        rows = list(range(len(effect.slots)))
-        if law == "idle":
-            yield _expect("idle-input", layout=None)
-            return
-        if law == "consume-twice":
-            channels = ["tokens", *(["lengths"] if self.facts.poison_lengths else [])]
-            wanted = [name for name in channels if operation.channel in ("", name)]
-            yield _expect("consume-twice", **{name: [True, True] for name in wanted})
-            return
-        if law == "resolve-nothing":
-            nothing = self._tensor([])
-            yield _expect("resolve-nothing", seq_lens=nothing, **self._relay_aspects())
-            return
-        whole = self._operand(operation, effect, rows)
-        if law in ("filter", "compose"):
-            whole = draft_input.filter_rows(whole, self._tensor(list(operation.keep)))
-            yield self._draft("law-filter", whole, **({"held": True} if law == "filter" else {}))
-            if law == "filter":
-                if self.facts.host_index_filter:
-                    yield self._draft("law-host-path", whole)
-            else:
-                whole = draft_input.filter_rows(whole, self._tensor(list(operation.then)))
-                yield self._draft("law-compose", whole)
-        elif law in ("keep-all", "neutral"):
-            yield self._draft(f"law-{law}", whole)
-            if law == "neutral":
-                yield self._draft(f"law-{law}", whole)
-        elif law == "merge":
-            call = merge_call(0, operation.cut, len(rows))
-            yield self._draft(call, whole, right_intact=True, right_shared=[])
-        elif law == "associate":
-            call = merge_call(0, len(rows) // 2, len(rows))
-            yield self._draft(call, whole, right_intact=True, right_shared=[])
-            first, second = sorted((operation.cut, len(rows) // 2))
-            call = merge_call(first, second, len(rows))
-            yield self._draft(call, self._operand(operation, effect, rows[first:]))
-            yield self._draft("law-associate", whole)
-            call = merge_call(0, first, second)
-            yield self._draft(call, self._operand(operation, effect, rows[:second]))
-            yield self._draft("law-associate", whole)
-        elif law == "distribute":
-            call = merge_call(0, operation.cut, len(rows))
-            yield self._draft(call, whole, right_intact=True, right_shared=[])
-            left = [i for i in operation.keep if i < operation.cut]
-            right = [i for i in operation.keep if i >= operation.cut]
-            yield self._draft("law-filter", self._operand(operation, effect, left))
-            yield self._draft("law-filter", self._operand(operation, effect, right))
-            kept = self._operand(operation, effect, left + right)
-            yield self._draft("law-distribute", kept)
-
-    def _draft(self, call: str, draft: DraftInput, **more: Any) -> Observation:
-        aspects: dict[str, Any] = {"future": draft.future_indices}
-        if draft.future_indices is None:
-            aspects["tokens"] = draft.tokens
-            aspects["lengths"] = draft.lengths
-            aspects["widths"] = _widths(draft)
-        sums = {
-            name: draft.sums[name]
-            for name, total in self.facts.mirrors
-            if total and name in draft.mirrors
-        }
-        return _expect(
-            call, **aspects, mirrors=draft.mirrors, sums=sums, **more, **self._relay_aspects()
-        )
-
-    def _wild(self, operation: Wild, effect: Effect) -> Iterator[Observation]:
-        rows = list(range(len(effect.slots)))
-        use = operation.use
-        if use == "resolve-without-indices":
-            yield _expect(
-                f"wild-{use}",
-                outcome=None,
-                tokens=self._tensor(effect.tokens, self.facts.token_dtype),
-                lengths=self._tensor(effect.lengths),
-            )
-        elif use.startswith("merge-raw-idle"):
-            yield self._draft(f"wild-{use}", self._operand(Law("merge"), effect, rows))
-        else:
-            # No result would be right: only a clear error will do.
-            yield _expect(f"wild-{use}", outcome="an error")
-
-
-def _expect(call: str, **aspects: Any) -> Observation:
-    return Observation(call, aspects)
-
-
-_ORDER = ("topk_p", "topk_index", "tokens", "lengths", "hidden_states")
-assert set(_ORDER) == set(STORED)
-
-
-def _widths(draft: DraftInput) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """Place, shape and dtype of the five stored tensors, in the order of the tree's fields."""
-    tensors = [getattr(draft, name) for name in _ORDER]
-    return [(i, tuple(tensor.shape), tensor.dtype) for i, tensor in enumerate(tensors)]
