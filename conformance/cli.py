@@ -6,6 +6,7 @@ Imports nothing heavy before a command needs it: ``--help`` and ``clauses`` answ
 from __future__ import annotations
 
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,7 @@ def _check(
     label: str | None = None,
     **tree_options: Any,
 ) -> int:
+    from conformance import last_run
     from conformance.report import document, files, terminal
     from conformance.runner import PROFILES, SuiteFault, check_trees
 
@@ -223,6 +225,9 @@ def _check(
     ]
     if unreached:
         raise SuiteFault(f"never reached: {', '.join(unreached)}")
+    counts = {r.tree.label: r.clause_counts(wild=wild) for r in reports if r.refusal is None}
+    command = "run" if label is None else "matrix"
+    last_run.save(_cache(), last_run.LastRun(command, profile, seed, counts))
     if result["verdict"] == "no entry point":
         return max(r.status for r in reports)
     return 1 if result["verdict"] == "deviates" else 0
@@ -407,17 +412,42 @@ def _answer(pool: Pool, job: Job) -> Answer:
 
 @cli.command()
 def clauses() -> None:
-    """Print the specification: every clause and where it is checked."""
+    """Print the specification: every clause, its source, where it is checked, and how often."""
+    from conformance import last_run
+    from conformance.words import FEATURES
     from reference.clauses import CLAUSES
 
+    last = last_run.load(_cache())
+    click.echo(_paragraph("last run: ", last.line() if last is not None else "no run yet"))
     for clause in CLAUSES.values():
-        click.echo(f"{clause.number:<4} {clause.statement}")
-        if clause.wild:
-            click.echo(f"     wild: {clause.wild}")
-        where = ", ".join(clause.calls + clause.wild_calls)
-        only = f"; only with {clause.needs}" if clause.needs else ""
         box = "black box" if clause.black_box else "white box"
-        click.echo(f"     at {where} ({box}{only})")
+        click.echo()
+        click.echo(_paragraph(f"{clause.number:<5}", clause.statement))
+        click.echo(_paragraph("     source    ", clause.source))
+        click.echo(_paragraph("     checked   ", f"at {', '.join(clause.calls)} ({box})"))
+        if clause.wild:
+            click.echo(_paragraph("     wild      ", clause.wild))
+            click.echo(_paragraph("               ", f"at {', '.join(clause.wild_calls)}"))
+        if clause.needs:
+            click.echo(
+                _paragraph(
+                    "     needs     ", FEATURES.get(clause.needs, clause.needs.replace("_", " "))
+                )
+            )
+        reached = last.reached(clause.number) if last is not None else "no run yet"
+        click.echo(_paragraph("     reached   ", reached))
+
+
+def _paragraph(lead: str, text: str) -> str:
+    """`text` after `lead`, its further lines below its first, in 100 columns."""
+    return textwrap.fill(
+        text,
+        100,
+        initial_indent=lead,
+        subsequent_indent=" " * len(lead),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 @cli.command()

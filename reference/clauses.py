@@ -105,10 +105,19 @@ _ALL = (
     Clause(
         "F1",
         "After a filter, row j is the former row keep[j].",
-        ("filter", "retract", "absorb-filter", "law-filter", "law-permute"),
+        ("filter", "retract", "absorb-filter", "law-filter", "law-permute", "preempt"),
         source=(
             "speculative.dflash_info_v2.DFlashDraftInputV2.filter_batch, as "
             "managers.schedule_batch.ScheduleBatch.filter_batch calls it"
+        ),
+        wild=(
+            "Indices with duplicates, or none, give those rows in order or a clear error; an "
+            "index out of range is a clear error."
+        ),
+        wild_calls=(
+            "wild-filter-duplicates",
+            "wild-filter-out-of-range",
+            "wild-filter-nothing",
         ),
     ),
     Clause(
@@ -145,14 +154,24 @@ _ALL = (
         ("law-host-path",),
         source=(
             "speculative.dflash_info_v2.DFlashDraftInputV2.filter_batch(new_indices_cpu=); "
-            "sgl-project/sglang#31468"
+            "sgl-project/sglang#31468 by its aim"
         ),
         needs="host_index_filter",
     ),
     Clause(
         "F6",
         "A filter leaves the relay alone, and tensors that others hold keep their contents.",
-        ("filter", "retract", "absorb-filter", "law-filter", "law-permute"),
+        (
+            "filter",
+            "retract",
+            "absorb-filter",
+            "law-filter",
+            "law-permute",
+            "preempt",
+            "mix",
+            "copy",
+            "results",
+        ),
         source=(
             "the protocol: the relay goes by slot, and copies of a batch in the result queue "
             "(managers.schedule_batch.ScheduleBatch.copy) share its tensors"
@@ -162,7 +181,7 @@ _ALL = (
     Clause(
         "F7",
         "Every attribute of a draft input and of the relay is declared.",
-        ("build", "prepare", "relay", "stash"),
+        ("build", "prepare", "relay", "stash", "seed"),
         source=(
             "the protocol: what is not known to follow its rows through filter and merge may be "
             "lost there"
@@ -217,7 +236,7 @@ _ALL = (
     Clause(
         "M6",
         "A merge leaves its right operand unchanged and shares no storage with it.",
-        ("merge", "law-merge"),
+        ("merge", "law-merge", "mix"),
         source=(
             "the protocol: the result queue still reads the batch that was merged "
             "(managers.schedule_batch.ScheduleBatch.copy)"
@@ -237,7 +256,7 @@ _ALL = (
     Clause(
         "P1",
         "Publish and stash write exactly the addressed rows.",
-        ("publish", "stash"),
+        ("publish", "stash", "mixed-stash", "seed"),
         source=(
             "managers.overlap_utils.FutureMap.publish and FutureMap.stash; sgl-project/sglang#25879"
         ),
@@ -247,7 +266,7 @@ _ALL = (
     Clause(
         "P2",
         "Publish and stash keep every other row and every other buffer.",
-        ("publish", "stash"),
+        ("publish", "stash", "mixed-stash", "seed"),
         source=(
             "managers.overlap_utils.FutureMap.publish and FutureMap.stash; sgl-project/sglang#25879"
         ),
@@ -257,18 +276,26 @@ _ALL = (
     Clause(
         "P3",
         "The last write of a row before it is resolved wins.",
-        ("publish", "stash"),
+        ("publish", "stash", "mixed-stash", "seed"),
         source=(
             "the protocol: a step writes its rows once, behind the step before it on the same "
             "stream"
         ),
         needs="channels",
         black_box=False,
+        wild=(
+            "A row that one write is given two values for holds one of them, or it is a clear "
+            "error."
+        ),
+        wild_calls=(
+            "wild-publish-duplicates",
+            "wild-stash-duplicates",
+        ),
     ),
     Clause(
         "P4",
         "Token ids survive the relay exactly.",
-        ("stash",),
+        ("stash", "mixed-stash", "seed"),
         source=(
             "managers.overlap_utils.FutureMap.stash into output_tokens_buf; "
             "sgl-project/sglang#29118, which widens the channel to int64"
@@ -279,7 +306,7 @@ _ALL = (
     Clause(
         "P5",
         "Relayed rows are copies: the source may be overwritten afterwards.",
-        ("publish", "stash"),
+        ("publish", "stash", "seed"),
         source=(
             "the protocol: "
             "speculative.dflash_worker_v2.DFlashWorkerV2._next_accept_bonus_buffers hands out "
@@ -289,9 +316,34 @@ _ALL = (
         black_box=False,
     ),
     Clause(
+        "P6",
+        "Optional extras may first appear in any order; a partial stash keeps the rest.",
+        ("mixed-stash", "seed"),
+        source=(
+            "managers.overlap_utils.FutureMap.stash_bonus_tokens, and "
+            "speculative.dflash_disaggregation.build_dflash_disagg_draft_input, which stash "
+            "tokens alone"
+        ),
+        needs="mixed",
+        black_box=False,
+    ),
+    Clause(
+        "P7",
+        "Padding never reaches publish or stash.",
+        ("publish", "stash", "mixed-stash", "seed"),
+        source=(
+            "the protocol: managers.scheduler.Scheduler.run_batch hands on the batch's own "
+            "req_pool_indices, which the padding of a captured graph never enters"
+        ),
+        needs="channels",
+        black_box=False,
+        wild="Duplicates of the padding slot are harmless.",
+        wild_calls=("wild-padding",),
+    ),
+    Clause(
         "P8",
         "The published length is the KV length, and the stashed token's position is that length.",
-        ("build",),
+        ("build", "seed"),
         source=(
             "the protocol: managers.scheduler.Scheduler.run_batch has the worker publish, then "
             "builds on "
@@ -302,7 +354,7 @@ _ALL = (
     Clause(
         "R1",
         "Every row receives its own request's last token.",
-        ("resolve", "law-lookup"),
+        ("resolve", "law-lookup", "mixed-resolve"),
         source=(
             "managers.overlap_utils.resolve_forward_inputs and FutureMap._resolve_spec_extras; "
             "sgl-project/sglang#29122"
@@ -317,7 +369,7 @@ _ALL = (
     Clause(
         "R3",
         "Resolved tokens and lengths have the channel's dtype, shape, device and contiguity.",
-        ("resolve", "law-lookup"),
+        ("resolve", "law-lookup", "mixed-resolve"),
         source=(
             "managers.overlap_utils.FutureMap.output_tokens_buf and new_seq_lens_buf; "
             "sgl-project/sglang#29118"
@@ -337,7 +389,7 @@ _ALL = (
     Clause(
         "R5",
         "A resolve leaves the relay unchanged; under debug it poisons exactly the consumed rows.",
-        ("resolve",),
+        ("resolve", "mixed-resolve"),
         source=(
             "managers.overlap_utils._assert_nonneg_and_invalidate; sgl-project/sglang#26108, "
             "for lengths #30471"
@@ -354,6 +406,8 @@ _ALL = (
             "for lengths #30471"
         ),
         needs="debug",
+        wild="A row that nobody ever wrote is refused.",
+        wild_calls=("wild-resolve-unwritten",),
     ),
     Clause(
         "R7",
@@ -365,6 +419,10 @@ _ALL = (
             "sgl-project/sglang#29232; "
             "speculative.dflash_info_v2.DFlashDraftInputV2.prepare_for_decode"
         ),
+        wild=(
+            "Preparing twice leaves the host's bounds as preparing once does, or is a clear error."
+        ),
+        wild_calls=("wild-prepare-twice",),
     ),
     Clause(
         "R8",
@@ -379,12 +437,27 @@ _ALL = (
         "R9",
         "After filters and merges, future_indices, req_pool_indices and the order of requests "
         "agree.",
-        ("filter", "retract", "merge", "absorb-filter"),
+        ("filter", "retract", "merge", "absorb-filter", "preempt", "mix", "seed"),
         source=(
             "the protocol: managers.scheduler.Scheduler.run_batch sets future_indices to the "
             "batch's req_pool_indices; filter_batch and merge_batch of "
             "managers.schedule_batch.ScheduleBatch change both"
         ),
+        wild=(
+            "Where they disagree, tokens, device lengths and host lengths follow one order, or it "
+            "is a clear error."
+        ),
+        wild_calls=("wild-permuted-indices",),
+    ),
+    Clause(
+        "R10",
+        "A mixed batch's decode tails take length, KV slot and prefix from the published length.",
+        ("mix", "mixed-resolve"),
+        source=(
+            "managers.overlap_utils.FutureMap.resolve_mixed_spec_tails and "
+            "managers.schedule_batch.ScheduleBatch.mix_with_running"
+        ),
+        needs="mixed",
     ),
     Clause(
         "R11",
@@ -403,6 +476,17 @@ _ALL = (
             "sgl-project/sglang#30471"
         ),
         needs="freshness",
+        black_box=False,
+    ),
+    Clause(
+        "R13",
+        "A seed waits for the forwards in flight before it writes its rows.",
+        ("seed",),
+        source=(
+            "disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch; "
+            "sgl-project/sglang#35748"
+        ),
+        needs="seed",
         black_box=False,
     ),
     # The kernels, for the arguments that the worker gives them; outside those, wild.
