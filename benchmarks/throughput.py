@@ -26,7 +26,7 @@ import torch
 from conformance.engine import check
 from conformance.replay import Player
 from conformance.sut.device import PlainDevice
-from conformance.sut.driver import Driver
+from conformance.sut.driver import Driver, table_width
 from conformance.sut.source import NEWEST, locate
 from conformance.sut.surface import (
     Settings,
@@ -37,7 +37,7 @@ from conformance.sut.surface import (
     open_tree,
 )
 from generators.operations import Trace
-from generators.protocol import State
+from generators.protocol import State, apply
 from generators.strategies import Enough, generate, traces
 
 
@@ -70,10 +70,12 @@ def drive(surface: Surface, sample: list[Trace]) -> int:
     """Calls made by the driver with nobody watching."""
     calls = 0
     for trace in sample:
-        driver = Driver(surface, trace.header, lambda observation: None)
+        driver = Driver(
+            surface, trace.header, lambda observation: None, width=table_width(trace)
+        )
         state = State(trace.header)
         for operation in trace.operations:
-            driver.perform(operation, state.apply(operation))
+            driver.perform(operation, apply(state, operation))
         calls += driver.calls
     return calls
 

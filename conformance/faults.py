@@ -229,6 +229,7 @@ class Fault:
         release: the tree that the edits are written for.
         debug: whether it shows under the tree's debug assertions only.
         kernel: the kernel that it is in, or "" for the hand-over.
+        mends: the tree has the contract gap `expect`, and the edits close it.
     """
 
     name: str
@@ -239,6 +240,7 @@ class Fault:
     debug: bool = False
     also: tuple[tuple[str, str], ...] = ()
     kernel: str = ""
+    mends: bool = False
 
 
 _SRT = "sglang.srt"
@@ -1262,3 +1264,160 @@ KERNEL_FAULTS: tuple[Fault, ...] = (
     ),
 )
 """Seeded faults of the kernels."""
+
+
+# -- wild uses ------------------------------------------------------------------------------------
+
+
+def _wild_fault(
+    use: str, summary: str, clause: str, anomaly: str, *edits: Edit, mends: bool = False
+) -> Fault:
+    return Fault(f"wild-{use}", summary, edits, (clause, anomaly), mends=mends)
+
+
+_REFUSE_RELAYED = """
+if self.future_indices is None and spec_info.future_indices is not None:
+    raise ValueError("the right side is relayed, the left is not")
+"""
+_TWICE = "if indices.unique().numel() < indices.numel():\n    "
+
+WILD_FAULTS: tuple[Fault, ...] = (
+    _wild_fault(
+        "merge-raw-idle-right",
+        "A merge with a draft input without future_indices loses the relayed rows.",
+        "I2",
+        "missing-row",
+        _merge("Assert", 1, "if {1}:\n    pass\nelse:\n    self.future_indices = None\n    return"),
+    ),
+    _wild_fault(
+        "merge-raw-idle-left",
+        "A merge refuses a relayed draft input on the right of a raw idle one.",
+        "I2",
+        "missing-row",
+        _merge("If", 0, before(_REFUSE_RELAYED)),
+        mends=True,
+    ),
+    _wild_fault(
+        "resolve-without-indices",
+        "A draft input without future_indices has nothing to resolve.",
+        "I4",
+        "unexpected-error",
+        _tokens("Assign", 4, after("if indices is None:\n    return")),
+        mends=True,
+    ),
+    _wild_fault(
+        "mirror-left-only",
+        "A merge leaves host mirrors as they are.",
+        "M4",
+        "missing-error",
+        _merge("If", 0, DROP),
+    ),
+    _wild_fault(
+        "mirror-right-only",
+        "A merge refuses a host mirror that the left side does not have.",
+        "M4",
+        "missing-error",
+        _merge(
+            *("If", 0),
+            before("assert self.nxt_kv_lens_cpu is not None or spec_info.nxt_kv_lens_cpu is None"),
+        ),
+        mends=True,
+    ),
+    _wild_fault(
+        "relayed-with-stored",
+        "A merge drops the rows of a stored draft input on its right.",
+        "M7",
+        "missing-error",
+        _merge("Assert", 1, "if spec_info.future_indices is None:\n    return"),
+    ),
+    _wild_fault(
+        "stored-with-relayed",
+        "A merge refuses a relayed draft input on the right of a stored one.",
+        "M7",
+        "missing-error",
+        _merge("If", 0, before(_REFUSE_RELAYED)),
+        mends=True,
+    ),
+    _wild_fault(
+        "filter-duplicates",
+        "A filter gives a row that is named twice once.",
+        "F1",
+        "missing-row",
+        _filter("If", 0, before("new_indices = torch.unique(new_indices)")),
+    ),
+    _wild_fault(
+        "filter-out-of-range",
+        "A filter takes the last row for one that does not exist.",
+        "F1",
+        "missing-error",
+        _filter(
+            "If",
+            0,
+            before(
+                """
+                rows = self.bonus_tokens if self.future_indices is None else self.future_indices
+                new_indices = new_indices.clamp(max=len(rows) - 1)
+                """
+            ),
+        ),
+    ),
+    _wild_fault(
+        "filter-nothing",
+        "A filter by no indices leaves every row.",
+        "F1",
+        "phantom-row",
+        _filter("If", 0, before("if new_indices.numel() == 0:\n    return")),
+    ),
+    _wild_fault(
+        "publish-duplicates",
+        "Lengths are published as many times as great as there are rows, where a slot is given "
+        "twice.",
+        "P3",
+        "never-written",
+        _publish("Assign", 3, before(_TWICE + "new_seq_lens = new_seq_lens * len(indices)")),
+    ),
+    _wild_fault(
+        "stash-duplicates",
+        "Tokens go to the slot before their own, where a slot is given twice.",
+        "P3",
+        "wrong-owner",
+        _stash("Assign", 5, before(_TWICE + "indices = indices.roll(1)")),
+    ),
+    _wild_fault(
+        "padding",
+        "Lengths are published in reverse order where the padding slot is among the slots.",
+        "P7",
+        "never-written",
+        _publish(
+            *("Assign", 3),
+            before("if (indices == 0).any():\n    new_seq_lens = new_seq_lens.flip(0)"),
+        ),
+    ),
+    _wild_fault(
+        "permuted-indices",
+        "Lengths are resolved by the batch's slots, tokens by the draft input's.",
+        "R9",
+        "wrong-owner",
+        _lengths("Assign", 4, "batch.seq_lens = self.new_seq_lens_buf[batch.req_pool_indices]"),
+    ),
+    _wild_fault(
+        "resolve-unwritten",
+        "Rows are born poisoned without debug too, and a resolve refuses the poison.",
+        "R6",
+        "missing-error",
+        _relay_init("Assign", 8, after("self.output_tokens_buf.fill_(-1)")),
+        _tokens("Assign", 10, after("assert (draft_input.bonus_tokens >= 0).all()")),
+        mends=True,
+    ),
+    _wild_fault(
+        "prepare-twice",
+        "The sum of the reserved lengths goes on from the last prepare's.",
+        "R7",
+        "wrong-value",
+        _prepare("Assign", 31, "{1} = {2} + (self.nxt_kv_lens_sum or 0)"),
+    ),
+)
+"""The twin of each wild use: an edit that opens a gap there, or one that closes the newest tree's.
+
+They are written for what the wild use alone does; legal traces may show some of them too.
+"""

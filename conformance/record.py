@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation, Outcome
-from conformance.sut.driver import Driver
+from conformance.sut.driver import Driver, table_width
 from conformance.sut.surface import Surface
 from generators.operations import Trace
-from generators.protocol import State
+from generators.protocol import State, apply
 
 _MOST_VALUES = 12
 
@@ -104,12 +104,13 @@ def record(surface: Surface, trace: Trace, wanted: Sequence[str] = ()) -> Record
         wanted: places whose values to keep for people.
     """
     recorder = _Recorder(surface, wanted)
-    driver = Driver(surface, trace.header, recorder.note, recording=True)
+    width = table_width(trace)
+    driver = Driver(surface, trace.header, recorder.note, recording=True, width=width)
     recorder.driver = driver
     state = State(trace.header)
     for index, operation in enumerate(trace.operations):
         recorder.operation = index
-        effect = state.apply(operation)
+        effect = apply(state, operation)
         recorder.slots = effect.slots
         try:
             driver.perform(operation, effect)

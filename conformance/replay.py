@@ -9,11 +9,11 @@ from typing import Any
 
 from conformance.observation import Observation
 from conformance.oracle import Facts, Oracle
-from conformance.sut.driver import Driver
-from conformance.sut.surface import Surface
+from conformance.sut.driver import Driver, table_width
+from conformance.sut.surface import SLOTS_APART, Surface
 from conformance.verdict import Context, Difference, judge
 from generators.operations import Trace
-from generators.protocol import State, situations
+from generators.protocol import State, apply, situations
 
 REPORTED = frozenset({"F7"})
 """Clauses whose differences say nothing about the values: they do not end a trace."""
@@ -64,7 +64,16 @@ def facts_of(surface: Surface) -> Facts:
         direct_carry="direct_carry" in surface.features,
         mirrors=tuple((m.name, m.sums) for m in surface.draft_fields("mirror")),
         host_index_filter="host_index_filter" in surface.features,
+        kv_slots_apart=SLOTS_APART,
     )
+
+
+def _verdict(observed: Observation, difference: Difference | None) -> str:
+    """What a wild use came to: ``right``, ``refused (ERROR)`` or its gap, CLAUSE ANOMALY."""
+    if difference is not None:
+        return f"{difference.clause} {difference.anomaly}"
+    refusal = observed.aspects["outcome"]
+    return f"refused ({refusal.kind})" if refusal is not None else "right"
 
 
 @dataclass
@@ -110,6 +119,8 @@ class Player:
             if outcome.waived and outcome.waived[-1][0] == outcome.operations:
                 return  # the rest of this operation may follow from what was waived
             difference = judge(expected, observed, context)
+            if "outcome" in observed.aspects:
+                calls[f"outcome {observed.call}: {_verdict(observed, difference)}"] += 1
             if difference is not None:
                 if difference.clause in REPORTED:
                     outcome.reported.append((outcome.operations, difference))
@@ -121,14 +132,14 @@ class Player:
                 # After an agreement the model's rows are the tree's rows.
                 previous = expected.aspects
 
-        driver = Driver(self.surface, trace.header, sink)
+        driver = Driver(self.surface, trace.header, sink, width=table_width(trace))
         oracle = Oracle(self.facts, trace.header, driver.channels())
         for index, operation in enumerate(trace.operations):
             if progress is not None:
                 progress(index)
             for situation in situations(state, operation):
                 calls[f"situation {situation}"] += 1
-            effect = state.apply(operation)
+            effect = apply(state, operation)
             context = Context(state, operation, effect, previous)
             expectations = oracle.perform(operation, effect)
             try:

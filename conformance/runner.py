@@ -125,9 +125,19 @@ class TreeReport:
 
     def unreached(self, *, wild: bool) -> list[str]:
         """What the tree supports and this run never carried out or checked."""
-        names = [n for n in supported(self.features(), wild=wild) if not self.reached[n]]
+        wanted = supported(self.features(), wild=wild, device=self.device)
+        names = [name for name in wanted if not self.reached[name]]
         counts = self.clause_counts(wild=wild)
         return names + [f"clause {number}" for number, count in counts.items() if count == 0]
+
+    def wild_outcomes(self) -> dict[str, dict[str, int]]:
+        """How often each wild use was right, was refused (and how), or was which gap."""
+        outcomes: dict[str, dict[str, int]] = {}
+        for key, count in sorted(self.reached.items()):
+            if key.startswith("outcome wild-"):
+                use, _, verdict = key.removeprefix("outcome wild-").partition(": ")
+                outcomes.setdefault(use, {})[verdict] = count
+        return outcomes
 
     def clause_counts(self, *, wild: bool) -> dict[str, int | None]:
         """How often each clause was checked; None where the tree has nothing it applies to."""
@@ -151,20 +161,31 @@ _ALWAYS = (
     "finish",
     "filter",
     "retract",
+    "preempt",
+    "sync",
 )
 
+_WITH = {"mixed": "mixed", "seed": "seed", "skips_finishing": "leave"}
+"""Operations that only a tree with a certain feature is given, by the feature."""
 
-def supported(features: set[str], *, wild: bool) -> list[str]:
+
+def supported(features: set[str], *, wild: bool, device: str = "cpu") -> list[str]:
     """Operations and situations that a run on a tree with these features must reach."""
-    operations = list(_ALWAYS)
+    operations = [*_ALWAYS, *(name for feature, name in _WITH.items() if feature in features)]
     operations += [f"law-{law}" for law in LAWS if law != "consume-twice" or "debug" in features]
     if wild:
-        operations += [f"wild-{use}" for use in WILD_USES]
+        # On a GPU a failed assertion ends the process.
+        uses = [n for n, use in WILD_USES.items() if device == "cpu" or use.asserts != "always"]
+        operations += [f"wild-{use}" for use in uses]
     situations = list(SITUATIONS)
     if "idle" in features or wild:
         operations.append("idle")
     else:
         situations.remove("idle first")
+    if "mixed" not in features:
+        situations.remove("lagging tail")
+    if "filters_first" in features and "seed" not in features:
+        situations.remove("early reuse")
     return [f"operation {name}" for name in operations] + [f"situation {s}" for s in situations]
 
 

@@ -23,6 +23,10 @@ class TraceError(ValueError):
     """A trace that cannot be read; the message is one line for people."""
 
 
+def _redundant(requests: tuple[int, ...]) -> str:
+    return "".join(f", r{request} redundant" for request in requests)
+
+
 @dataclass(frozen=True, slots=True)
 class Operation:
     """One entry of a trace. Subclasses are the alphabet; their fields are the JSON fields."""
@@ -71,6 +75,40 @@ class Admit(Operation):
 
 
 @dataclass(frozen=True, slots=True)
+class Mixed(Admit):
+    """A prefill that takes the whole running batch with it, one token per decode tail.
+
+    The prefill's rows come first, then the tails; the running batch's draft input is dropped, and
+    the mixed batch is the last prefill batch afterwards. ``redundant`` as for a step.
+    """
+
+    op: ClassVar[str] = "mixed"
+    redundant: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "mixed"
+
+    def line(self) -> str:
+        return f"{super(Mixed, self).line()} with the running batch{_redundant(self.redundant)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seed(Operation):
+    """Requests arrive prefilled, from a prefill server: their rows are written at schedule time.
+
+    ``rows`` as for a prefill; nothing runs. The batch is the last prefill batch afterwards.
+    """
+
+    op: ClassVar[str] = "seed"
+    rows: tuple[tuple[int, int, int], ...]
+
+    def line(self) -> str:
+        rows = ", ".join(f"r{request}@{slot} len {length}" for request, slot, length in self.rows)
+        return f"seed {rows}"
+
+
+@dataclass(frozen=True, slots=True)
 class Adopt(Operation):
     """The last prefill batch loses finished rows and the chunk, then becomes the running batch."""
 
@@ -101,8 +139,14 @@ class Step(Operation):
         return "redundant" if self.redundant else "step"
 
     def line(self) -> str:
-        extra = "".join(f", r{request} redundant" for request in self.redundant)
-        return f"{self.name} accepted {list(self.accepted)}{extra}"
+        return f"{self.name} accepted {list(self.accepted)}{_redundant(self.redundant)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sync(Operation):
+    """The host processes the result in flight now, so what is launched next overlaps nothing."""
+
+    op: ClassVar[str] = "sync"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +162,21 @@ class Finish(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Filter(Operation):
-    """Finished requests leave the running batch and free their slots."""
+    """Requests that have ended leave the running batch.
+
+    So do those of ``leaving``, whose last token is in flight: they keep their slots until then.
+    """
 
     op: ClassVar[str] = "filter"
+    leaving: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "leave" if self.leaving else "filter"
+
+    def line(self) -> str:
+        early = "".join(f", r{request} finishing in flight" for request in self.leaving)
+        return f"filter{early}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +188,17 @@ class Retract(Operation):
 
     def line(self) -> str:
         return "retract all but " + ", ".join(f"r{request}" for request in self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt(Operation):
+    """``gone`` lose their slots to requests of a higher priority; the others keep their order."""
+
+    op: ClassVar[str] = "preempt"
+    gone: tuple[int, ...]
+
+    def line(self) -> str:
+        return "preempt " + ", ".join(f"r{request}" for request in self.gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,18 +281,88 @@ class Wild(Operation):
         return f"wild {self.use}"
 
 
-WILD_USES = (
-    "merge-raw-idle-right",
-    "merge-raw-idle-left",
-    "resolve-without-indices",
-    "mirror-left-only",
-    "mirror-right-only",
-    "relayed-with-stored",
-    "stored-with-relayed",
-)
+@dataclass(frozen=True, slots=True)
+class WildUse:
+    """One wild use.
+
+    Attributes:
+        what: what is done, as a noun phrase.
+        instead: what a caller has to do where the tree has a contract gap here.
+        rows: how many rows must run.
+        asserts: ``always`` or ``debug`` (with debug assertions on) where it may fail an assertion
+            on the device, which not every device survives; or "".
+    """
+
+    what: str
+    instead: str
+    rows: int = 1
+    asserts: str = ""
+
+
+_GIVE_INDICES = "Set future_indices to the batch's empty req_pool_indices before the merge."
+_ALL_MIRRORS = "Give both sides the host mirror, or neither."
+_ONE_FORM = "Merge a relayed draft input with relayed ones only, a stored one with stored ones."
+_DISTINCT = "Give every slot once."
+
+WILD_USES: dict[str, WildUse] = {
+    "merge-raw-idle-right": WildUse(
+        "a relayed draft input merged with what create_idle_input returns", _GIVE_INDICES
+    ),
+    "merge-raw-idle-left": WildUse(
+        "what create_idle_input returns merged with a relayed draft input", _GIVE_INDICES
+    ),
+    "resolve-without-indices": WildUse(
+        "a draft input resolved whose future_indices are None",
+        "Resolve only what has future_indices; a stored draft input needs no resolve.",
+    ),
+    "mirror-left-only": WildUse(
+        "a draft input with a host mirror merged with one that has none", _ALL_MIRRORS
+    ),
+    "mirror-right-only": WildUse(
+        "a draft input without a host mirror merged with one that has it", _ALL_MIRRORS
+    ),
+    "relayed-with-stored": WildUse("a relayed draft input merged with a stored one", _ONE_FORM),
+    "stored-with-relayed": WildUse("a stored draft input merged with a relayed one", _ONE_FORM),
+    "filter-duplicates": WildUse(
+        "a draft input filtered by indices that name a row twice", "Name every row once."
+    ),
+    "filter-out-of-range": WildUse(
+        "a draft input filtered by an index that is its number of rows",
+        "Keep indices below the number of rows.",
+        asserts="always",
+    ),
+    "filter-nothing": WildUse(
+        "a draft input filtered by no indices", "Drop a batch that keeps no row."
+    ),
+    "publish-duplicates": WildUse("one slot published twice at once, with two lengths", _DISTINCT),
+    "stash-duplicates": WildUse("one slot stashed twice at once, with two tokens", _DISTINCT),
+    "padding": WildUse(
+        "the padding slot published and stashed several times beside real rows",
+        "Leave padding rows out of publish and stash.",
+    ),
+    "permuted-indices": WildUse(
+        "a batch resolved whose future_indices have another order than its req_pool_indices",
+        "Keep future_indices and req_pool_indices in the order of the requests.",
+        rows=2,
+    ),
+    "resolve-unwritten": WildUse(
+        "a row resolved that nobody ever wrote",
+        "Publish and stash a row before it is resolved.",
+        asserts="debug",
+    ),
+    "prepare-twice": WildUse(
+        "a draft input prepared for a decode twice with no forward between",
+        "Run a forward between two prepares.",
+    ),
+}
+"""What the API accepts and no scheduler path issues, by name."""
 
 ALPHABET: dict[str, type[Operation]] = {
-    kind.op: kind for kind in (Admit, Adopt, Merge, Step, Finish, Filter, Retract, Idle, Law, Wild)
+    kind.op: kind
+    for kind in (
+        *(Admit, Mixed, Seed, Adopt, Merge, Step, Sync, Finish, Filter, Retract, Preempt, Idle),
+        *(Law, Wild),
+    )
 }
 
 
@@ -238,6 +375,7 @@ class Header:
         block: draft block size in tokens.
         page: KV page size in tokens.
         overlap: relay (True) or the synchronous loop, in which nothing is relayed.
+        seeded: whether requests arrive prefilled (a decode server) instead of being prefilled.
         needs_cpu_seq_lens: whether an attention backend wants host lengths.
         debug: whether the tree runs with its debug assertions (a property of the process).
         compiled: whether those assertions run compiled, as they do in production, or eagerly.
@@ -250,6 +388,7 @@ class Header:
     block: int = 4
     page: int = 1
     overlap: bool = True
+    seeded: bool = False
     needs_cpu_seq_lens: bool = True
     debug: bool = False
     compiled: bool = False
@@ -260,6 +399,7 @@ class Header:
         return (
             f"{self.algorithm} pool {self.pool}, block {self.block}, page {self.page}, "
             f"overlap {'on' if self.overlap else 'off'}, "
+            f"{'seeded, ' if self.seeded else ''}"
             f"host lengths {'on' if self.needs_cpu_seq_lens else 'off'}, "
             f"debug {'off' if not self.debug else 'compiled' if self.compiled else 'on'}, "
             f"seed {self.seed}"

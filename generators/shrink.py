@@ -18,13 +18,18 @@ from generators.operations import (
     Header,
     Law,
     Merge,
+    Mixed,
     Operation,
+    Preempt,
     Retract,
+    Seed,
     Step,
     Trace,
 )
-from generators.protocol import Capabilities, State
+from generators.protocol import Capabilities, State, apply, refusal
 from generators.values import STRIDE
+
+Rows = tuple[tuple[int, int, int], ...]
 
 
 def _by_request(trace: Trace) -> list[dict[int, int]]:
@@ -39,7 +44,7 @@ def _by_request(trace: Trace) -> list[dict[int, int]]:
         elif isinstance(operation, Law):
             accepted = {r.number: row for row, r in enumerate(state.running)}
         result.append(accepted)
-        state.apply(operation)
+        apply(state, operation)
     return result
 
 
@@ -53,8 +58,8 @@ def repair(
     kept: list[Operation] = []
     for operation, accepted in operations:
         adapted = _adapt(operation, accepted, state)
-        if adapted is not None and state.refusal(adapted, capabilities) is None:
-            state.apply(adapted)
+        if adapted is not None and refusal(state, adapted, capabilities) is None:
+            apply(state, adapted)
             kept.append(adapted)
     return Trace(header, tuple(kept))
 
@@ -67,17 +72,28 @@ def _adapt(operation: Operation, accepted: dict[int, int], state: State) -> Oper
             tuple(min(accepted.get(number, 0), top) for number in running),
             tuple(n for n in operation.redundant if n in running),
         )
-    if isinstance(operation, Admit):
+    if isinstance(operation, Admit | Seed):
+        if isinstance(operation, Seed) != state.header.seeded:
+            operation = (Seed if state.header.seeded else Admit)(operation.rows)
         rows = tuple(
             row
             for row in operation.rows
             if (row[0] in state.live and state.live[row[0]] is state.chunked)
             or (row[0] not in state.live and row[1] in state.free)
         )
-        chunk = operation.chunk if operation.chunk in [r for r, _, _ in rows] else None
-        return Admit(rows, chunk) if rows else None
+        adapted = with_rows(operation, rows) if rows else None
+        if isinstance(adapted, Mixed):
+            if not running:  # nothing to take along: a prefill like any other
+                return Admit(adapted.rows, adapted.chunk)
+            left = tuple(n for n in adapted.redundant if n in running)
+            return replace(adapted, redundant=left)
+        return adapted
     if isinstance(operation, Merge | Adopt):
         return Merge() if running else Adopt()
+    if isinstance(operation, Filter):
+        return Filter(tuple(n for n in operation.leaving if n in running))
+    if isinstance(operation, Preempt):
+        return Preempt(tuple(n for n in operation.gone if n in running))
     if isinstance(operation, Retract):
         return Retract(tuple(n for n in operation.keep if n in running))
     if isinstance(operation, Law):
@@ -89,6 +105,14 @@ def _adapt(operation: Operation, accepted: dict[int, int], state: State) -> Oper
         cut = sum(row < operation.cut for row in now)
         return replace(operation, keep=tuple(now[i] for i in kept), then=tuple(stay), cut=cut)
     return operation
+
+
+def with_rows(operation: Admit | Seed, rows: Rows) -> Admit | Seed:
+    """The arrival with other rows; its chunk goes with its row."""
+    if isinstance(operation, Seed):
+        return Seed(rows)
+    chunk = operation.chunk if operation.chunk in [r for r, _, _ in rows] else None
+    return replace(operation, rows=rows, chunk=chunk)
 
 
 def shrink(
@@ -123,28 +147,39 @@ def shrink(
 def _size(trace: Trace) -> tuple[int, ...]:
     """Order of traces: fewer operations, fewer rows, then simpler settings."""
     header = trace.header
-    rows = sum(len(o.rows) for o in trace.operations if isinstance(o, Admit))
-    detail = sum(
-        sum(o.accepted) + 4 * len(o.redundant)
-        if isinstance(o, Step)
-        else len(o.keep) + len(o.then) + o.cut + 2 * o.mirrors + (o.form != "relayed")
-        if isinstance(o, Law)
-        else sum(length % STRIDE + slot + request for request, slot, length in o.rows)
-        + 8 * (o.chunk is not None)
-        + sum(length // STRIDE for _, _, length in o.rows)
-        if isinstance(o, Admit)
-        else 0
-        for o in trace.operations
-    )
+    rows = sum(len(o.rows) for o in trace.operations if isinstance(o, Admit | Seed))
+    detail = sum(map(_detail, trace.operations))
     settings = (
         header.pool
         + header.block
         + header.page
         + header.seed
         + 2 * (not header.overlap)
+        + 2 * header.seeded
         + (not header.needs_cpu_seq_lens)
     )
     return (len(trace.operations), rows, detail, settings)
+
+
+def _detail(operation: Operation) -> int:
+    """How much there is to read in one operation, apart from its number of rows."""
+    if isinstance(operation, Step):
+        return sum(operation.accepted) + 4 * len(operation.redundant)
+    if isinstance(operation, Law):
+        rows = len(operation.keep) + len(operation.then) + operation.cut
+        return rows + 2 * operation.mirrors + (operation.form != "relayed")
+    if isinstance(operation, Filter):
+        return 4 * len(operation.leaving)
+    if isinstance(operation, Preempt):
+        return len(operation.gone)
+    detail = 0
+    if isinstance(operation, Admit | Seed):
+        detail += sum(n % STRIDE + n // STRIDE + slot + r for r, slot, n in operation.rows)
+    if isinstance(operation, Admit):
+        detail += 8 * (operation.chunk is not None)
+    if isinstance(operation, Mixed):
+        detail += 8 + 4 * len(operation.redundant)
+    return detail
 
 
 def _candidates(trace: Trace, capabilities: Capabilities) -> Iterator[Trace]:
@@ -161,11 +196,13 @@ def _candidates(trace: Trace, capabilities: Capabilities) -> Iterator[Trace]:
         width //= 2
 
     # Leave out one request everywhere.
-    numbers = sorted({r for o in trace.operations if isinstance(o, Admit) for r, _, _ in o.rows})
+    arrivals = [o for o in trace.operations if isinstance(o, Admit | Seed)]
+    numbers = sorted({request for o in arrivals for request, _, _ in o.rows})
     for number in numbers:
         yield repair(header, _without(pairs, number), capabilities)
 
     yield from _earlier_finishes(header, pairs, capabilities)
+    yield from _redundant_steps(header, pairs, capabilities)
     yield from _simpler_operations(header, pairs, capabilities)
     yield from _simpler_headers(header, pairs, capabilities)
     yield _renumbered(trace, capabilities)
@@ -177,12 +214,11 @@ Pairs = list[tuple[Operation, dict[int, int]]]
 def _without(pairs: Pairs, number: int) -> Pairs:
     left: Pairs = []
     for operation, accepted in pairs:
-        if isinstance(operation, Admit):
+        if isinstance(operation, Admit | Seed):
             rows = tuple(row for row in operation.rows if row[0] != number)
             if not rows:
                 continue
-            chunk = None if operation.chunk == number else operation.chunk
-            operation = Admit(rows, chunk)
+            operation = with_rows(operation, rows)
         elif isinstance(operation, Finish) and operation.request == number:
             continue
         left.append((operation, accepted))
@@ -199,6 +235,18 @@ def _earlier_finishes(header: Header, pairs: Pairs, capabilities: Capabilities) 
                 for start in range(min(end, len(rest))):
                     moved = [*rest[:start], (operation, accepted), *rest[start:]]
                     yield repair(header, moved, capabilities)
+
+
+def _redundant_steps(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:
+    """A request that runs once more needs no processed result to end."""
+    for end, (operation, _) in enumerate(pairs):
+        if not isinstance(operation, Finish):
+            continue
+        for index, (step, accepted) in enumerate(pairs[:end]):
+            if isinstance(step, Step):
+                redundant = replace(step, redundant=(*step.redundant, operation.request))
+                rest = [*pairs[index + 1 : end], *pairs[end + 1 :]]
+                yield repair(header, [*pairs[:index], (redundant, accepted), *rest], capabilities)
 
 
 def _simpler_operations(
@@ -220,20 +268,26 @@ def _simpler(
                 yield operation, {**accepted, number: 0}
         if operation.redundant:
             yield replace(operation, redundant=()), accepted
-            yield Finish(operation.redundant[0]), {}
-    elif isinstance(operation, Admit):
-        if operation.chunk is not None:
+    elif isinstance(operation, Admit | Seed):
+        if isinstance(operation, Mixed):
+            yield Admit(operation.rows, operation.chunk), accepted
+            yield replace(operation, redundant=()), accepted
+        if isinstance(operation, Admit) and operation.chunk is not None:
             yield replace(operation, chunk=None), accepted
         for i in range(len(operation.rows)):
             if len(operation.rows) > 1:
                 rows = operation.rows[:i] + operation.rows[i + 1 :]
-                chunk = operation.chunk if operation.chunk in [r for r, _, _ in rows] else None
-                yield Admit(rows, chunk), accepted
+                yield with_rows(operation, rows), accepted
         short = tuple(
             (request, slot, length - length % STRIDE + min(length % STRIDE, 1 + i))
             for i, (request, slot, length) in enumerate(operation.rows)
         )
-        yield replace(operation, rows=short), accepted
+        yield with_rows(operation, short), accepted
+    elif isinstance(operation, Filter) and operation.leaving:
+        yield Filter(), accepted
+    elif isinstance(operation, Preempt):
+        for number in operation.gone:
+            yield Preempt(tuple(n for n in operation.gone if n != number)), accepted
     elif isinstance(operation, Law):
         if operation.law in ("compose", "distribute"):
             yield replace(operation, law="filter", then=(), cut=0), accepted
@@ -253,10 +307,11 @@ def _simpler(
 
 
 def _simpler_headers(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:
-    rows = [row for o, _ in pairs if isinstance(o, Admit) for row in o.rows]
+    rows = [row for o, _ in pairs if isinstance(o, Admit | Seed) for row in o.rows]
     top = max((slot for _, slot, _ in rows), default=1)
     for change in (
         {"overlap": True},
+        {"seeded": False},
         {"needs_cpu_seq_lens": True},
         {"page": 1},
         {"seed": 0},
@@ -276,8 +331,12 @@ def _renumbered(trace: Trace, capabilities: Capabilities) -> Trace:
     slots: dict[int, int] = {}
     ranges: dict[int, int] = {}
     renamed: Pairs = []
+
+    def new_numbers(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(requests.get(n, 0) for n in numbers)
+
     for operation, accepted in zip(trace.operations, _by_request(trace), strict=True):
-        if isinstance(operation, Admit):
+        if isinstance(operation, Admit | Seed):
             rows = tuple(
                 (
                     requests.setdefault(request, len(requests)),
@@ -286,16 +345,22 @@ def _renumbered(trace: Trace, capabilities: Capabilities) -> Trace:
                 )
                 for request, slot, length in operation.rows
             )
-            chunk = None if operation.chunk is None else requests[operation.chunk]
-            operation = Admit(rows, chunk)
+            operation = replace(operation, rows=rows)
+            if isinstance(operation, Admit) and operation.chunk is not None:
+                operation = replace(operation, chunk=requests[operation.chunk])
+            if isinstance(operation, Mixed):
+                operation = replace(operation, redundant=new_numbers(operation.redundant))
         elif isinstance(operation, Finish):
             operation = Finish(requests.get(operation.request, 0))
         elif isinstance(operation, Retract):
-            operation = Retract(tuple(requests.get(n, 0) for n in operation.keep))
+            operation = Retract(new_numbers(operation.keep))
+        elif isinstance(operation, Filter):
+            operation = Filter(new_numbers(operation.leaving))
+        elif isinstance(operation, Preempt):
+            operation = Preempt(new_numbers(operation.gone))
         elif isinstance(operation, Step):
-            redundant = tuple(requests.get(n, 0) for n in operation.redundant)
             accepted = {requests.get(n, 0): k for n, k in accepted.items()}
-            operation = Step(operation.accepted, redundant)
+            operation = Step(operation.accepted, new_numbers(operation.redundant))
         elif isinstance(operation, Law):
             accepted = {requests.get(n, 0): row for n, row in accepted.items()}
         renamed.append((operation, accepted))

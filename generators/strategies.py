@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from generators.operations import Header, Trace
-from generators.protocol import Capabilities, State, draw
+from generators.protocol import Capabilities, State, apply, draw
 
 _ENTROPY = 1 << 64
 
@@ -53,6 +53,7 @@ def _header(digits: Digits, capabilities: Capabilities, *, debug: bool, compiled
         block=_BLOCKS[digits.below(len(_BLOCKS))],
         page=_PAGES[digits.below(len(_PAGES))],
         overlap=digits.below(4) != 3,
+        seeded=capabilities.seed and digits.below(6) == 5,
         needs_cpu_seq_lens=digits.below(3) != 2,
         debug=debug,
         compiled=compiled,
@@ -86,7 +87,7 @@ def traces(
     operations = []
     for digits in words[1 : 2 + words[0].below(longest)]:
         operation = draw(state, digits, capabilities, wild=wild)
-        state.apply(operation)
+        apply(state, operation)
         operations.append(operation)
     return Trace(header, tuple(operations))
 

@@ -69,3 +69,8 @@ class TokenTable:
         self._next = (value + self._step) & self._mask
         self.writer[value] = write
         return value
+
+
+def other(value: int) -> int:
+    """A value that is not `value` and fits wherever it does."""
+    return value ^ 1

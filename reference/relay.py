@@ -27,6 +27,11 @@ POISON = -1
 """What a consumed row holds under debug until it is written again; no token, no length."""
 
 
+def without_padding(channel: Tensor) -> Tensor:
+    """A copy of a channel (pool,) with its padding row, which nobody may read, set to 0."""
+    return torch.cat([torch.zeros_like(channel[:1]), channel[1:]])
+
+
 class NothingFresh(RuntimeError):
     """Under debug: a row was resolved that was never written, or not since it was last resolved."""
 
@@ -78,6 +83,16 @@ class Relay:
         if self.poison_lengths:
             self.lengths = self._poisoned(self.lengths, slots)
         return values
+
+    def peek_lengths(self, slots: Tensor) -> Tensor:
+        """R10: (n,) int64 lengths of the rows ``slots``, a copy; consumes nothing.
+
+        What a mixed batch does for its decode tails, whose rows its own forward publishes again.
+
+        Errors:
+            NothingFresh: under debug, a row holds nothing that may be read.
+        """
+        return self._read(self.lengths, slots, self.poison_lengths)
 
     def resolve_tokens(self, slots: Tensor) -> Tensor:
         """R1, R3-R6: (n,) bonus tokens of the rows ``slots``, a copy; consumes them under debug.

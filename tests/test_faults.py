@@ -18,6 +18,7 @@ from conformance.faults import (
     FAULTS,
     KERNEL_FAULTS,
     SWAP,
+    WILD_FAULTS,
     Edit,
     Fault,
     InapplicableEdit,
@@ -31,7 +32,7 @@ OPERATIONS, SEED = 6000, 1
 LONGEST = 6  # operations in a shrunk trace
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-EVERY = {fault.name: fault for fault in (*FAULTS, *KERNEL_FAULTS)}
+EVERY = {fault.name: fault for fault in (*FAULTS, *KERNEL_FAULTS, *WILD_FAULTS)}
 
 
 # -- the registry against real trees --------------------------------------------------------------
@@ -125,7 +126,7 @@ def test_every_edit_applies_exactly_once(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_clause_has_a_fault() -> None:
-    assert {fault.expect[0] for fault in (*FAULTS, *KERNEL_FAULTS)} == CLAUSES.keys()
+    assert {fault.expect[0] for fault in EVERY.values()} == CLAUSES.keys()
 
 
 def test_faults_are_told_apart() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,13 +20,17 @@ from generators.operations import (
     Idle,
     Law,
     Merge,
+    Mixed,
     Operation,
+    Preempt,
     Retract,
+    Seed,
     Step,
+    Sync,
     Trace,
     TraceError,
 )
-from generators.protocol import Capabilities, IllegalOperation, State
+from generators.protocol import Capabilities, IllegalOperation, State, apply, refusal
 from generators.strategies import Enough, generate, traces
 from generators.values import STRIDE
 
@@ -46,8 +51,8 @@ def test_values_tell_their_writers_apart(trace: Trace) -> None:
     state = State(trace.header)
     lengths: set[int] = set()
     for operation in trace.operations:
-        effect = state.apply(operation)
-        if isinstance(operation, Admit | Step):
+        effect = apply(state, operation)
+        if isinstance(operation, Admit | Seed | Step):
             assert len(set(effect.tokens)) == len(effect.tokens)
             assert all(0 <= t < 1 << trace.header.token_bits for t in effect.tokens)
             assert not lengths & set(effect.lengths)
@@ -73,7 +78,7 @@ def test_every_operation_and_situation_is_drawn() -> None:
         for operation in trace.operations:
             reached.update(protocol.situations(state, operation))
             reached.add(operation.op)
-            state.apply(operation)
+            apply(state, operation)
             count += 1
         if count > 8000:
             raise Enough
@@ -117,9 +122,23 @@ ILLEGAL: list[tuple[list[Operation], str]] = [
     ([ADMIT, Adopt(), Step((0,))], "2 rows run"),
     ([ADMIT, Adopt(), Step((0, 4))], "do not fit a block"),
     ([ADMIT, Adopt(), Step((0, 0), (7,))], "does not run"),
-    ([ADMIT, Adopt(), Finish(0), Step((0, 0))], "not been filtered"),
+    ([ADMIT, Adopt(), Sync(), Finish(0), Step((0, 0))], "not been filtered"),
     ([ADMIT, Finish(5)], "r5 does not run"),
-    ([ADMIT, Finish(0), Finish(0)], "finished already"),
+    ([ADMIT, Finish(0)], "yet to process the last result of r0"),
+    ([ADMIT, Adopt(), Step((0, 0)), Finish(0)], "yet to process the last result of r0"),
+    ([ADMIT, Sync(), Finish(0), Finish(0)], "r0 does not run"),
+    ([Sync()], "no result is in flight"),
+    ([ADMIT, Sync(), Sync()], "no result is in flight"),
+    ([ADMIT, Adopt(), Sync(), Step((0, 0), (0,))], "no result of r0 is in flight"),
+    ([ADMIT, Sync(), Adopt(), Filter((0,))], "no result of r0 is in flight"),
+    ([ADMIT, Adopt(), Filter((0,)), Retract((0,))], "do not run"),
+    ([ADMIT, Adopt(), Preempt(())], "at least one request"),
+    ([ADMIT, Adopt(), Preempt((3,))], "preempts requests that do not run"),
+    ([Preempt((0,))], "running batch is empty"),
+    ([Mixed(((0, 1, 5),))], "no running batch to take along"),
+    ([ADMIT, Adopt(), Mixed(((2, 1, 2 * STRIDE + 5),))], "slot 1 is not free"),
+    ([Seed(((0, 1, 5),))], "only a decode server"),
+    ([ADMIT, Adopt(), Sync(), Finish(0), Filter(), Admit(((0, 3, 9 * STRIDE + 1),))], "has ended"),
     ([ADMIT, Adopt(), Retract((0, 1))], "retracts at least one"),
     ([ADMIT, Adopt(), Retract((4,))], "do not run"),
     ([ADMIT, Idle("prefill")], "has not been merged"),
@@ -153,17 +172,97 @@ def test_only_some_schedulers_decode_between_two_chunks() -> None:
         protocol.check(trace, Capabilities(defers_prefill=False))
 
 
-def test_without_overlap_nothing_is_redundant() -> None:
-    trace = Trace(Header(overlap=False), (ADMIT, Adopt(), Step((0, 0), (1,))))
-    with pytest.raises(IllegalOperation, match="without overlap"):
-        protocol.check(trace, ALL)
+LEGAL_ON_SOME: list[tuple[str, Header, list[Operation], str]] = [
+    ("idle", Header(), [Idle("decode")], "DP attention"),
+    (
+        "mixed",
+        Header(),
+        [ADMIT, Adopt(), Mixed(((2, 3, 2 * STRIDE + 5),))],
+        "mixed prefill off",
+    ),
+    ("seed", Header(seeded=True), [Seed(((0, 1, 5),))], "no draft input"),
+    ("skips_finishing", Header(), [ADMIT, Adopt(), Filter((0,))], "until it knows"),
+]
+
+
+@pytest.mark.parametrize(
+    ("capability", "header", "operations", "reason"), LEGAL_ON_SOME, ids=lambda value: str(value)
+)
+def test_some_trees_refuse_what_others_issue(
+    capability: str, header: Header, operations: list[Operation], reason: str
+) -> None:
+    trace = Trace(header, tuple(operations))
+    protocol.check(trace, ALL)
+    with pytest.raises(IllegalOperation, match=reason):
+        protocol.check(trace, replace(ALL, **{capability: False}))
+
+
+@pytest.mark.parametrize("last", [Admit(((2, 3, 2 * STRIDE + 5),)), Preempt((1,))])
+def test_some_schedulers_admit_over_rows_that_have_ended(last: Operation) -> None:
+    trace = Trace(Header(), (ADMIT, Adopt(), Sync(), Finish(0), last))
+    protocol.check(trace, ALL)
+    with pytest.raises(IllegalOperation, match="not been filtered"):
+        protocol.check(trace, replace(ALL, filters_first=True))
+
+
+def test_without_overlap_results_are_known_at_once() -> None:
+    start = (ADMIT, Adopt(), Step((0, 0)))
+    header = Header(overlap=False)
+    protocol.check(Trace(header, (*start, Finish(0), Filter())), ALL)
+    for more in (Step((0, 0), (1,)), Sync(), Filter((1,))):
+        with pytest.raises(IllegalOperation, match="is in flight"):
+            protocol.check(Trace(header, (*start, more)), ALL)
+
+
+def test_a_decode_server_is_only_sent_prefilled_requests() -> None:
+    header = Header(seeded=True)
+    for operation in (ADMIT, Idle("prefill")):
+        with pytest.raises(IllegalOperation, match="decode server does not prefill"):
+            protocol.check(Trace(header, (operation,)), ALL)
+
+
+def test_a_slot_is_free_as_soon_as_its_request_has_ended() -> None:
+    """Its row stays until the next filter, so two rows may name one slot for a while."""
+    state = State(Header(pool=4))
+    over = Admit(((2, 1, 2 * STRIDE + 1),))
+    for operation in (ADMIT, Adopt(), Step((0, 0)), Step((0, 0), (0,)), over, Merge()):
+        apply(state, operation)
+    assert [r.slot for r in state.running] == [1, 2, 1]
+    assert [r.slot for r in apply(state, Filter()).requests] == [2, 1]
+
+
+def test_a_request_that_finishes_in_flight_keeps_its_slot_until_then() -> None:
+    state = State(Header(pool=3))
+    for operation in (ADMIT, Adopt(), Step((0, 0)), Filter((0,))):
+        apply(state, operation)
+    assert state.free == []
+    effect = apply(state, Step((0,)))
+    assert state.free == [1]
+    assert effect.landed == [(0, 1), (1, 2)]
+
+
+def test_the_host_knows_lengths_one_launch_late() -> None:
+    state = State(Header())
+    for operation in (ADMIT, Adopt(), Step((3, 0))):
+        apply(state, operation)
+    assert apply(state, Step((0, 0))).committed == [5, STRIDE + 5]
+    assert apply(state, Sync()).landed == [(0, 1), (1, 2)]
+    assert apply(state, Step((0, 0))).committed == [10, STRIDE + 7]
+
+
+def test_rows_that_have_ended_count_until_they_are_filtered_out() -> None:
+    start = (ADMIT, Adopt(), Sync(), Finish(0))
+    admit = Admit(((2, 1, 2 * STRIDE + 1),))
+    with pytest.raises(IllegalOperation, match="more requests would run than the pool has slots"):
+        protocol.check(Trace(Header(pool=3), (*start, admit)), ALL)
+    protocol.check(Trace(Header(pool=3), (*start, Filter(), admit)), ALL)
 
 
 def test_a_reused_slot_has_another_occupant_and_a_retracted_request_another_generation() -> None:
     state = State(Header())
     for operation in (ADMIT, Adopt(), Retract((1,)), Admit(((0, 1, 2 * STRIDE + 1),))):
-        assert state.refusal(operation, ALL) is None
-        state.apply(operation)
+        assert refusal(state, operation, ALL) is None
+        apply(state, operation)
     assert state.live[0].generation == 1
 
 

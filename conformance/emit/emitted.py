@@ -21,7 +21,7 @@ from conformance.replay import facts_of
 from conformance.sut.surface import Surface, make_draft_input, make_pool, make_relay
 from conformance.verdict import Difference
 from generators.operations import Law, Operation, Trace, Wild
-from generators.protocol import State
+from generators.protocol import State, apply
 from reference.clauses import CLAUSES
 
 
@@ -70,7 +70,7 @@ def _text(surface: Surface, trace: Trace, difference: Difference) -> str:
     alone = alone and not difference.aspect.startswith("relay_")
     body = [_ROWS] if alone else script.start()
     for number, operation in enumerate(before, 1):
-        effect = state.apply(operation)
+        effect = apply(state, operation)
         for _ in oracle.perform(operation, effect):
             pass
         body.append(f"# {number}. {operation.line()}")
@@ -82,7 +82,7 @@ def _text(surface: Surface, trace: Trace, difference: Difference) -> str:
         fresh=hasattr(relay, "_publish_fresh"),
         idle=_idle_layout(surface),
     )
-    effect = state.apply(last)
+    effect = apply(state, last)
     script.isolated = difference.call == "restore"
     lines = _deviating(
         script.calls(last, effect),

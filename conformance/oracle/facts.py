@@ -19,6 +19,7 @@ class Facts:
         host_lengths_lag: host lengths are the committed ones, with planning bounds beside them.
         direct_carry: a batch whose shape did not change skips the relay.
         mirrors: host mirrors of the draft input, with the name of their sum or None.
+        kv_slots_apart: slot r's KV slot for position p is r * kv_slots_apart + p.
         host_index_filter: whether a filter takes host indices beside device indices.
     """
 
@@ -31,3 +32,4 @@ class Facts:
     direct_carry: bool
     mirrors: tuple[tuple[str, str | None], ...]
     host_index_filter: bool
+    kv_slots_apart: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation
-from conformance.oracle.aspects import expect, widths
+from conformance.oracle.aspects import expect, rows_of
 from conformance.oracle.facts import Facts
 from conformance.oracle.laws import Laws
 from conformance.oracle.wild import WildUses
@@ -22,9 +22,13 @@ from generators.operations import (
     Idle,
     Law,
     Merge,
+    Mixed,
     Operation,
+    Preempt,
     Retract,
+    Seed,
     Step,
+    Sync,
     Wild,
 )
 from generators.protocol import Effect, Request
@@ -73,11 +77,15 @@ class Oracle:
         self.laws = Laws(self)
         self._perform: dict[type[Operation], Callable[[Any, Effect], Iterator[Observation]]] = {
             Admit: self._admit,
+            Mixed: self._mixed,
+            Seed: self._seed,
             Adopt: self._absorb,
             Merge: self._absorb,
             Step: self._step,
+            Sync: lambda _, effect: self._result(effect),
             Filter: self._filter,
             Retract: self._filter,
+            Preempt: self._filter,
             Idle: self._idle,
             Law: self.laws.perform,
             Wild: WildUses(self, self.laws).perform,
@@ -113,8 +121,10 @@ class Oracle:
     def tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.facts.device)
 
-    def relay_aspects(self) -> dict[str, Any]:
-        aspects = {"relay_tokens": self.relay.tokens, "relay_lengths": self.relay.lengths}
+    def relay_aspects(self, relay: Relay | None = None) -> dict[str, Any]:
+        """The channels of the relay, or of a copy of it, as aspects."""
+        relay = relay or self.relay
+        aspects = {"relay_tokens": relay.tokens, "relay_lengths": relay.lengths}
         return aspects if self._all_channels else self._recognised(aspects)
 
     def _recognised(self, aspects: dict[str, Any]) -> dict[str, Any]:
@@ -136,14 +146,25 @@ class Oracle:
                 yield expect("idle-signals", unchanged=True)
             draft = draft_input.relayed(draft, slots)
         yield expect("restore", changed=[])
+        yield from self._result(effect)
         return draft
+
+    def _result(self, effect: Effect) -> Iterator[Observation]:
+        """The host finds the batch of an earlier launch as it was launched."""
+        if effect.landed is not None:
+            slots = self.tensor([slot for _, slot in effect.landed])
+            numbers = [number for number, _ in effect.landed]
+            yield expect("results", requests=numbers, slots=slots, slots_cpu=slots.cpu())
 
     # -- operations -------------------------------------------------------------------------------
 
-    def _admit(self, operation: Admit, effect: Effect) -> Iterator[Observation]:
+    def _start(self) -> Iterator[Observation]:
         if not self.started:
             yield expect("relay", undeclared=[])
         self.started = True
+
+    def _admit(self, operation: Admit, effect: Effect) -> Iterator[Observation]:
+        yield from self._start()
         lengths = self.tensor(effect.lengths)
         yield expect("admit-resolve", input_ids=lengths, seq_lens=lengths, **self.relay_aspects())
         slots = self.tensor(effect.slots)
@@ -151,6 +172,71 @@ class Oracle:
         self.prefill = _Batch(
             effect.requests, slots, lengths.to(torch.int32), draft, self.facts.direct_carry
         )
+
+    def _mixed(self, operation: Mixed, effect: Effect) -> Iterator[Observation]:
+        yield from self._start()
+        running, self.running = self.running, None
+        assert running is not None
+        yield self._prepared(effect)
+        admitted = len(effect.slots) - len(running.requests)
+        slots, prompts = self.tensor(effect.slots), self.tensor(effect.lengths[:admitted])
+        batch = _Batch(
+            effect.requests,
+            slots,
+            torch.cat([prompts.to(torch.int32), running.prompts]),
+            draft_input.idle(self.facts.token_dtype, self.facts.device),
+            self.facts.direct_carry,
+        )
+        yield expect("mix", **self._batch_rows(batch), held=True, **self.relay_aspects())
+        tails = slots[admitted:]
+        if not self.header.overlap:
+            # Nothing was relayed, so the relay is told what the host knows.
+            self.relay.stash(tails, self.tensor(effect.pending, self.facts.token_dtype))
+            yield expect("mixed-stash", **self.relay_aspects(), appeared=[])
+            published = self.tensor(effect.committed)
+        else:
+            published = self.relay.peek_lengths(tails)
+        tokens = self.relay.resolve_tokens(tails)
+        lengths = torch.cat([prompts, published + 1])
+        positions = torch.cat([prompts - 1, published])
+        # Without overlap the sum of a merged batch is taken later, where it is needed.
+        sums = {"host_sum": int(lengths.sum())} if self.header.overlap else {}
+        yield expect(
+            "mixed-resolve",
+            input_ids=torch.cat([prompts, tokens]),
+            seq_lens=lengths,
+            host=lengths.cpu(),
+            **sums,
+            prefix=positions.tolist(),
+            kv_slots=slots * self.facts.kv_slots_apart + positions,
+            **self.relay_aspects(),
+        )
+        batch.draft = yield from self._forward(effect, slots)
+        self.prefill = batch
+
+    def _seed(self, operation: Seed, effect: Effect) -> Iterator[Observation]:
+        yield from self._start()
+        slots, lengths = self.tensor(effect.slots), self.tensor(effect.lengths)
+        draft = draft_input.live(self.tensor(effect.tokens, self.facts.token_dtype), lengths)
+        if self.header.overlap:
+            self.relay.publish(slots, draft.lengths)
+            self.relay.stash(slots, draft.tokens)
+            draft = draft_input.relayed(draft, slots)
+        batch = _Batch(effect.requests, slots, lengths.to(torch.int32), draft, False)
+        yield expect(
+            "seed",
+            tokens=draft.tokens,
+            lengths=draft.lengths,
+            future=draft.future_indices,
+            **self._batch_rows(batch),
+            seq_lens=lengths,
+            order=["drain", "publish"] if self.header.overlap else [],
+            copied=True,
+            appeared=[],
+            undeclared=[],
+            **self.relay_aspects(),
+        )
+        self.prefill = batch
 
     def _absorb(self, operation: Operation, effect: Effect) -> Iterator[Observation]:
         assert self.prefill is not None
@@ -199,35 +285,40 @@ class Oracle:
         yield self._rows(call, self.running)
 
     def _rows(self, call: str, batch: _Batch, **more: Any) -> Observation:
-        draft = batch.draft
-        aspects: dict[str, Any] = {
-            "requests": [r.number for r in batch.requests],
-            "sampling": [r.number for r in batch.requests],
-            "prompts": batch.prompts,
-            "slots": batch.slots,
-            "slots_cpu": batch.slots.cpu(),
-            "future": draft.future_indices,
-        }
-        if draft.future_indices is None:
-            aspects["tokens"] = draft.tokens
-            aspects["lengths"] = draft.lengths
-            aspects["widths"] = widths(draft)
+        aspects = {**self._batch_rows(batch), **rows_of(batch.draft)}
         if call != "merge":
             aspects.update(self.relay_aspects())
         return expect(call, **aspects, held=True, **more)
+
+    @staticmethod
+    def _batch_rows(batch: _Batch) -> dict[str, Any]:
+        """What a batch says of its rows, its draft input apart."""
+        numbers = [request.number for request in batch.requests]
+        return {
+            "requests": numbers,
+            "sampling": numbers,
+            "prompts": batch.prompts,
+            "slots": batch.slots,
+            "slots_cpu": batch.slots.cpu(),
+        }
+
+    def _prepared(self, effect: Effect) -> Observation:
+        """Host lengths once a decode of the running batch is prepared."""
+        lag = self.facts.host_lengths_lag
+        prepared: dict[str, Any] = {}
+        if lag or not self.header.overlap:
+            committed = torch.tensor(effect.committed, dtype=torch.int64)
+            prepared.update(committed=committed, committed_sum=sum(effect.committed))
+        if lag:
+            prepared.update(planning=effect.before)
+        return expect("prepare", undeclared=[], **prepared)
 
     def _step(self, operation: Step, effect: Effect) -> Iterator[Observation]:
         batch = self.running
         assert batch is not None
         facts, header = self.facts, self.header
         lag = facts.host_lengths_lag and header.overlap
-        committed = torch.tensor(effect.committed, dtype=torch.int64)
-        prepared: dict[str, Any] = {}
-        if facts.host_lengths_lag or not header.overlap:
-            prepared.update(committed=committed, committed_sum=sum(effect.committed))
-        if facts.host_lengths_lag:
-            prepared.update(planning=effect.before)
-        yield expect("prepare", undeclared=[], **prepared)
+        yield self._prepared(effect)
         if not header.overlap:
             tokens, lengths = batch.draft.tokens, batch.draft.lengths
         elif batch.direct:
@@ -238,7 +329,8 @@ class Oracle:
             lengths = self.relay.resolve_lengths(batch.draft.future_indices)
             tokens = self.relay.resolve_tokens(batch.draft.future_indices)
         if lag:
-            host, host_sum = committed, sum(effect.committed)
+            host = torch.tensor(effect.committed, dtype=torch.int64)
+            host_sum = sum(effect.committed)
         elif header.needs_cpu_seq_lens or not header.overlap:
             host, host_sum = lengths.cpu(), int(lengths.sum())
         else:

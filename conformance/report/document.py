@@ -136,6 +136,7 @@ def tree_document(report: TreeReport, *, wild: bool) -> dict[str, Any]:
             for number, count in report.clause_counts(wild=wild).items()
         ],
         "reached": dict(sorted(_without_calls(report.reached).items())),
+        "wild": report.wild_outcomes(),
         "unexecuted_lines": report.unexecuted or {},
         "unreached": report.unreached(wild=wild),
         "surface": surface,

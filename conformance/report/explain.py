@@ -22,7 +22,7 @@ def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
     """The whole failure, a handful of lines; `replay` is the command that shows it again."""
     difference = deviation["difference"]
     clause = CLAUSES[deviation["clause"]]
-    statement = clause.wild if deviation["mode"] == "wild" and clause.wild else clause.statement
+    statement = clause.wild if difference["call"] in clause.wild_calls else clause.statement
     text = [
         f"{clause.number}: {statement}",
         f"  {deviation['anomaly']}: {ANOMALIES[deviation['anomaly']]}",

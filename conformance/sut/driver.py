@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import operator
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -20,21 +21,35 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation, Outcome
+from conformance.sut.decode_server import DecodeServer
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.laws import Laws
-from conformance.sut.surface import Settings, Surface, make_draft_input, make_pool, make_relay
+from conformance.sut.surface import (
+    SamplingInfo,
+    Settings,
+    Surface,
+    make_draft_input,
+    make_pool,
+    make_relay,
+)
 from conformance.sut.wild import WildUses
 from generators.operations import (
     Admit,
     Adopt,
     Filter,
+    Finish,
     Header,
     Idle,
     Law,
     Merge,
+    Mixed,
     Operation,
+    Preempt,
     Retract,
+    Seed,
     Step,
+    Sync,
+    Trace,
     Wild,
 )
 from generators.protocol import Effect, Request
@@ -50,10 +65,24 @@ class HarnessGap(AttributeError):
 class HostRequest:
     """A request as the tree sees it: lengths on the host, nothing to sample or to stream."""
 
-    def __init__(self, number: int, length: int, no_capture: Any) -> None:
-        self.rid = number
-        self.kv = self  # newer trees keep the lengths on ``req.kv``
-        self.kv_committed_len = length
+    is_prefill_only = False
+    multimodal_inputs = None
+    swa_branching_seqlen = None
+    beam_group = None
+    retraction_backup = None
+    retracted_stain = True  # its cached tokens were counted before
+    extend_len = 0
+    extend_range = Settings(length=0)
+
+    def __init__(self, request: Request, no_capture: Any) -> None:
+        self.rid = request.number
+        self.kv = self  # newer trees keep lengths and slot on ``req.kv``
+        self.req_pool_idx = request.slot
+        self.kv_committed_len = length = request.committed
+        # A prompt takes no memory: only its length is asked for.
+        self.origin_input_ids = self.prefix_indices = range(length)
+        self.prefix_len = self.extend_end = length
+        self.output_ids = [request.token]
         self.kv_allocated_len = (length // STRIDE + 1) * STRIDE + _ROW_WIDTH
         self.sampling_params = _SAMPLING
         self.decode_batch_idx = 0
@@ -66,6 +95,29 @@ class HostRequest:
     def finished(self) -> bool:
         return self.finished_flag
 
+    @property
+    def seqlen(self) -> int:
+        """Tokens that the host knows of, the bonus token included."""
+        return self.kv_committed_len + 1
+
+    def refresh_fill_ids(self) -> None:
+        """The ids that are prefilled matter to nobody here."""
+
+    _refresh_fill_ids = refresh_fill_ids
+
+    def init_next_round_input(self, tree_cache: Any) -> None:
+        """The prompt is in the pool already; there is no prefix to look for."""
+
+    def set_extend_range(self, start: int, end: int) -> None:
+        self.extend_end = end
+
+    def copy(self, committed: int) -> HostRequest:
+        """The same request with lengths of its own, of which the host knows `committed`."""
+        other = copy.copy(self)
+        other.kv = other
+        other.kv_committed_len = committed
+        return other
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -77,29 +129,21 @@ _SPOILED = object()
 """What every batch field holds in the middle of a forward."""
 
 
-class _SamplingInfo:
-    """Sampling parameters of a batch: the double only knows whose row is whose."""
-
-    penalizer_orchestrator = Settings(is_required=False)
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-
-    def filter_batch(self, keep_indices: list[int], *_: Any) -> None:
-        self.rows = [self.rows[i] for i in keep_indices]
-
-    def merge_batch(self, other: _SamplingInfo) -> None:
-        self.rows = self.rows + other.rows
-
-    def copy_for_forward(self) -> _SamplingInfo:
-        return _SamplingInfo(self.rows)
-
-
 class _Tree:
     """The prefix cache: no sliding window, nothing to evict."""
 
     def supports_swa(self) -> bool:
         return False
+
+
+def table_width(trace: Trace) -> int:
+    """Columns of ``req_to_token`` that a trace needs: one where it never looks up a KV slot."""
+    mixed = [i for i, operation in enumerate(trace.operations) if isinstance(operation, Mixed)]
+    if not mixed:
+        return 1
+    arrivals = (o for o in trace.operations[: mixed[-1] + 1] if isinstance(o, Admit))
+    longest = max(length for arrival in arrivals for _, _, length in arrival.rows)
+    return (longest // STRIDE + 1) * STRIDE
 
 
 def storage(tensor: Tensor) -> int:
@@ -116,6 +160,7 @@ class Driver:
         sink: receives every observation right after its call; tensors in it are the tree's own
             and change with the next call.
         recording: also observe which batch fields a call rebinds.
+        width: columns of ``req_to_token``: beyond all lengths that mixed batches look up.
     """
 
     def __init__(
@@ -125,11 +170,12 @@ class Driver:
         sink: Callable[[Observation], None],
         *,
         recording: bool = False,
+        width: int = 1,
     ) -> None:
         self.surface, self.header, self.recording = surface, header, recording
         self.device = surface.device.device
         surface.settings.set(speculative_num_draft_tokens=header.block)
-        self.pool = make_pool(surface, header.pool)
+        self.pool = make_pool(surface, header.pool, width)
         self.relay = make_relay(surface, self.pool, needs_cpu_seq_lens=header.needs_cpu_seq_lens)
         self.model_config = Settings(is_encoder_decoder=False, vocab_size=1 << 31)
         self.allocator = Settings(page_size=header.page)
@@ -155,6 +201,7 @@ class Driver:
             for _ in range(2)
         ]
         self._turn = 0
+        self._queue: deque[Any] = deque()
         self._lag = "host_lengths_lag" in surface.features
         self._started = False
         self._scheduler = Settings(record_batch_in_overlap=lambda batch: None)
@@ -168,15 +215,22 @@ class Driver:
             if buffer is not None
         ]
         self._relay_names = [(f"relay_{name}", buffer) for name, buffer in self.channel_names]
+        if header.seeded:
+            self._server = DecodeServer(self)
         self.laws = Laws(self)
         self.wild = WildUses(self, self.laws)
         self._perform: dict[type[Operation], Callable[[Any, Effect], None]] = {
             Admit: self._admit,
+            Mixed: self._mixed,
+            Seed: self._seed,
             Adopt: self._absorb,
             Merge: self._absorb,
             Step: self._step,
+            Sync: lambda _, effect: self._process_result(),
+            Finish: lambda _, effect: self._end(effect),
             Filter: self._filter,
-            Retract: self._retract,
+            Retract: self._drop,
+            Preempt: self._drop,
             Idle: self._idle,
             Law: self.laws.perform,
             Wild: self.wild.perform,
@@ -255,11 +309,11 @@ class Driver:
             self.observe(call, error=Outcome.of(error), during=name, fresh=fresh)
             raise _Stopped from None
 
-    def attempt(self, function: Callable[..., Any], *args: Any) -> Outcome | None:
+    def attempt(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Outcome | None:
         """Call into the tree where an error is an answer, not the end."""
         self.calls += 1
         try:
-            function(*args)
+            function(*args, **kwargs)
             self.surface.device.settle()
         except (StandInUsed, HarnessGap):
             raise
@@ -292,6 +346,11 @@ class Driver:
     def _buffers(self) -> tuple[str, ...]:
         """Names of all tensors the relay holds; a lazily created one shows here."""
         return tuple(k for k, v in vars(self.relay).items() if isinstance(v, Tensor))
+
+    def _appeared(self, before: tuple[str, ...]) -> list[str]:
+        """Buffers that the relay has and had not `before`, the two channels apart."""
+        channels = [buffer for _, buffer in self.channel_names]
+        return [n for n in self._buffers() if n not in before and n not in channels]
 
     def relay_aspects(self, relay: Any = None) -> dict[str, Any]:
         """The recognised buffers of the relay, or of a copy of it, as aspects."""
@@ -332,9 +391,7 @@ class Driver:
         key = (request.number, request.generation)
         host = self.requests.get(key)
         if host is None:
-            host = self.requests[key] = HostRequest(
-                request.number, request.committed, self.surface.no_capture
-            )
+            host = self.requests[key] = HostRequest(request, self.surface.no_capture)
         return host
 
     def new_batch(self, requests: list[Request], slots: list[int], lengths: list[int]) -> Any:
@@ -351,7 +408,7 @@ class Driver:
             spec_algorithm=self.surface.algorithm,
         )
         batch.forward_mode = modes.EXTEND if requests else modes.IDLE
-        batch.sampling_info = _SamplingInfo([r.number for r in requests])
+        batch.sampling_info = SamplingInfo([r.number for r in requests])
         batch.req_pool_indices = self.tensor(slots)
         batch.req_pool_indices_cpu = torch.tensor(slots, dtype=torch.int64)
         batch.seq_lens = self.tensor(lengths)
@@ -440,6 +497,12 @@ class Driver:
             if batch.seq_lens_cpu is not None:
                 batch.seq_lens_cpu = lengths.to("cpu")
                 batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        if self.header.overlap:
+            # The loop keeps a copy until the result is processed, after the next launch.
+            self._queue.append(self.call("copy", batch.copy))
+            if effect.landed is not None:
+                self._process_result()
+        self._end(effect)
 
     def _channel_storages(self) -> list[int]:
         return [storage(buffer) for buffer in self.channels().values()]
@@ -450,13 +513,14 @@ class Driver:
 
     # -- operations -----------------------------------------------------------------------------
 
-    def _admit(self, operation: Admit, effect: Effect) -> None:
-        batch = self.new_batch(effect.requests, effect.slots, effect.lengths)
-        for request in effect.requests:
-            self._host_request(request).kv_committed_len = request.length
+    def _start(self) -> None:
         if not self._started:
             self._started = True
             self.observe("relay", undeclared=self._undeclared("relay", self.relay))
+
+    def _admit(self, operation: Admit, effect: Effect) -> None:
+        self._start()
+        batch = self._prefill_batch(effect, len(effect.slots))
         self._resolve("admit-resolve", batch)
         self.observe(
             "admit-resolve",
@@ -464,6 +528,82 @@ class Driver:
             seq_lens=batch.seq_lens,
             **self.relay_aspects(),
         )
+        self._prefill(batch, effect)
+
+    def _prefill_batch(self, effect: Effect, count: int) -> Any:
+        """A prefill batch of the effect's first `count` rows."""
+        requests = effect.requests[:count]
+        lengths = effect.lengths[:count]
+        for request, length in zip(requests, lengths, strict=True):
+            self._host_request(request).kv_committed_len = length
+        return self.new_batch(requests, effect.slots[:count], lengths)
+
+    def _mixed(self, operation: Mixed, effect: Effect) -> None:
+        self._start()
+        running, self.running = self.running, None
+        batch = self._prefill_batch(effect, len(effect.slots) - len(running.reqs))
+        self._prepare(running, effect)
+        # Of every prompt the last token is prefilled, the others are cached.
+        rows, before = len(batch.reqs), [length - 1 for length in batch.seq_lens.tolist()]
+        batch.prefix_lens, batch.extend_lens = before, [1] * rows
+        batch.extend_num_tokens, batch.extend_logprob_start_lens = rows, [0] * rows
+        kv_slots = self.pool.req_to_token[batch.req_pool_indices, self.tensor(before)]
+        batch.out_cache_loc = kv_slots.to(torch.int64)
+        held = self._hold(running)
+        self.call("mix", batch.mix_with_running, running)
+        self.observe(
+            "mix",
+            **self._batch_rows(batch),
+            held=all(torch.equal(tensor, value) for tensor, value in held),
+            **self.relay_aspects(),
+        )
+        if not self.header.overlap:
+            buffers, pending = self._buffers(), self.tensor(effect.pending)
+            self.call(
+                "mixed-stash", self.relay.stash_bonus_tokens, running.req_pool_indices, pending
+            )
+            self.observe("mixed-stash", **self.relay_aspects(), appeared=self._appeared(buffers))
+        written = self._before(batch)
+        self._resolve("mixed-resolve", batch)
+        self.observe(
+            "mixed-resolve",
+            None,
+            self._written(batch, written),
+            input_ids=batch.input_ids,
+            seq_lens=batch.seq_lens,
+            host=batch.seq_lens_cpu,
+            host_sum=batch.seq_lens_sum,
+            prefix=batch.prefix_lens,
+            kv_slots=batch.out_cache_loc,
+            **self.relay_aspects(),
+        )
+        self._prefill(batch, effect)
+
+    def _seed(self, operation: Seed, effect: Effect) -> None:
+        self._start()
+        hosts = [self._host_request(request) for request in effect.requests]
+        buffers = self._buffers()
+        batch = self.call("seed", self._server.seed, hosts, self.running)
+        draft = batch.spec_info
+        tokens, lengths = getattr(draft, self._token_field), draft.new_seq_lens
+        self.observe(
+            "seed",
+            draft,
+            tokens=tokens,
+            lengths=lengths,
+            future=draft.future_indices,
+            **self._batch_rows(batch),
+            seq_lens=batch.seq_lens,
+            order=list(self._server.order),
+            copied=self._copied(tokens) and self._copied(lengths),
+            appeared=self._appeared(buffers),
+            undeclared=self._undeclared("draft", draft) + self._undeclared("relay", self.relay),
+            **self.relay_aspects(),
+        )
+        self.prefill = batch
+
+    def _prefill(self, batch: Any, effect: Effect) -> None:
+        """Run a prefill batch whose inputs are resolved; it is the last prefill batch then."""
         tokens = self.tensor(effect.tokens)
         lengths, host = batch.seq_lens, batch.seq_lens_cpu
 
@@ -482,12 +622,7 @@ class Driver:
 
     def _absorb(self, operation: Operation, effect: Effect) -> None:
         batch = self.prefill
-        chunked = [
-            host
-            for row, host in enumerate(batch.reqs)
-            if row not in effect.keep and not host.finished()
-        ]
-        self._mark_finished(batch, effect.keep, chunked)
+        chunked = [batch.reqs[row] for row in effect.left_out]
         held, before = self._hold(batch), self._before(batch)
         self.call("absorb-filter", batch.filter_batch, chunked)
         if effect.keep:
@@ -547,13 +682,8 @@ class Driver:
         present = {name: t for name, t in mirrors.items() if isinstance(t, Tensor)}
         return {**self._live_tensors(draft), **present}
 
-    def _mark_finished(self, batch: Any, keep: list[int], chunked: list[HostRequest]) -> None:
-        for row, host in enumerate(batch.reqs):
-            if row not in keep and host not in chunked:
-                host.finished_flag = True
-
-    def _step(self, operation: Step, effect: Effect) -> None:
-        batch = self.running
+    def _prepare(self, batch: Any, effect: Effect) -> None:
+        """What the running batch goes through before it decodes."""
         batch.forward_mode = self.surface.forward_mode.DECODE
         for host, committed in zip(batch.reqs, effect.committed, strict=True):
             host.kv_committed_len = committed
@@ -575,6 +705,10 @@ class Driver:
             **aspects,
             **self._requests(batch),
         )
+
+    def _step(self, operation: Step, effect: Effect) -> None:
+        batch = self.running
+        self._prepare(batch, effect)
         before = self._before(batch)
         self._resolve("resolve", batch)
         draft = batch.spec_info
@@ -620,23 +754,38 @@ class Driver:
         tensors = [batch.req_pool_indices, *self.row_tensors(batch.spec_info).values()]
         return [(tensor, tensor.clone()) for tensor in tensors]
 
-    def _filter(self, operation: Operation, effect: Effect) -> None:
+    def _filter(self, operation: Filter, effect: Effect) -> None:
+        leaving = [self.running.reqs[row] for row in effect.left_out]
+        self._filter_running("filter", effect, *([leaving] if leaving else []))
+
+    def _drop(self, operation: Retract | Preempt, effect: Effect) -> None:
+        self._filter_running(operation.op, effect, keep_indices=list(effect.keep))
+
+    def _filter_running(self, call: str, effect: Effect, *args: Any, **kwargs: Any) -> None:
         batch = self.running
-        self._mark_finished(batch, effect.keep, [])
         held, before = self._hold(batch), self._before(batch)
-        self.call("filter", batch.filter_batch)
+        self.call(call, batch.filter_batch, *args, **kwargs)
         if effect.keep:
-            self._observe_rows("filter", batch, held, before)
+            self._observe_rows(call, batch, held, before)
         else:
             # The tree leaves stale tensors in an emptied batch; callers drop it, and so do we.
-            self.observe("filter", requests=[host.rid for host in batch.reqs])
+            self.observe(call, requests=[host.rid for host in batch.reqs])
             self.running = None
 
-    def _retract(self, operation: Retract, effect: Effect) -> None:
-        batch = self.running
-        held, before = self._hold(batch), self._before(batch)
-        self.call("retract", batch.filter_batch, keep_indices=list(effect.keep))
-        self._observe_rows("retract", batch, held, before)
+    def _end(self, effect: Effect) -> None:
+        """The host learns of ends; filters leave such requests out."""
+        for request in effect.ended:
+            self._host_request(request).finished_flag = True
+
+    def _process_result(self) -> None:
+        """The host processes a result: it finds the batch as it was launched."""
+        batch = self._queue.popleft()
+        self.observe(
+            "results",
+            requests=[host.rid for host in batch.reqs],
+            slots=batch.req_pool_indices,
+            slots_cpu=batch.req_pool_indices_cpu,
+        )
 
     def _observe_rows(
         self,
@@ -648,14 +797,7 @@ class Driver:
     ) -> None:
         """Everything a filter or merge of a batch decides."""
         draft = batch.spec_info
-        aspects: dict[str, Any] = {
-            "requests": [host.rid for host in batch.reqs],
-            "sampling": batch.sampling_info.rows,
-            "prompts": batch.orig_seq_lens,
-            "slots": batch.req_pool_indices,
-            "slots_cpu": batch.req_pool_indices_cpu,
-            "future": draft.future_indices,
-        }
+        aspects = {**self._batch_rows(batch), "future": draft.future_indices}
         if draft.future_indices is None:
             aspects["tokens"] = getattr(draft, self._token_field)
             aspects["lengths"] = draft.new_seq_lens
@@ -664,6 +806,16 @@ class Driver:
         aspects["held"] = all(torch.equal(tensor, value) for tensor, value in held)
         written = self._written(batch, before) if before else None
         self.observe(call, draft, written, **aspects, **more, **self._views(batch, held))
+
+    def _batch_rows(self, batch: Any) -> dict[str, Any]:
+        """What a batch says of its rows, its draft input apart."""
+        return {
+            "requests": [host.rid for host in batch.reqs],
+            "sampling": batch.sampling_info.rows,
+            "prompts": batch.orig_seq_lens,
+            "slots": batch.req_pool_indices,
+            "slots_cpu": batch.req_pool_indices_cpu,
+        }
 
     def _idle(self, operation: Idle, effect: Effect) -> None:
         batch = self.new_batch([], [], [])

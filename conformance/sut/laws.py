@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation, merge_call
-from conformance.sut.surface import make_draft_input, make_relay
+from conformance.sut.surface import make_draft_input, make_pool, make_relay
 from generators.operations import Law
 from generators.protocol import Effect
 
@@ -28,6 +28,9 @@ class Laws:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
+        arguments = driver.surface.filter_arguments
+        # The rows that a law filters have not been filtered yet.
+        self.filter_options = dict.fromkeys(arguments & {"has_been_filtered"}, False)
         self._perform: dict[str, Callable[[Law, Effect], None]] = {
             "filter": self._filter,
             "permute": self._permute,
@@ -139,11 +142,8 @@ class Laws:
             self.driver.call(
                 "law-host-path", draft.filter_batch, indices, new_indices_cpu=list(keep)
             )
-        elif "has_been_filtered" in self.driver.surface.filter_arguments:
-            # The rows have not been filtered yet.
-            self.driver.call("law-filter", draft.filter_batch, indices, has_been_filtered=False)
         else:
-            self.driver.call("law-filter", draft.filter_batch, indices)
+            self.driver.call("law-filter", draft.filter_batch, indices, **self.filter_options)
 
     # -- idle inputs and resolving --------------------------------------------------------------
 
@@ -162,17 +162,23 @@ class Laws:
             layout[name] = (_layout(mine), _layout(theirs), mine.shape[0])
         self.driver.observe("idle-input", layout=layout)
 
-    def _own_relay(self, effect: Effect) -> Any:
-        """A relay of its own in which the running rows have just been written."""
+    def own_relay(self, effect: Effect, *, spare: int = 0, needs_cpu_seq_lens: bool = False) -> Any:
+        """A relay of its own in which the running rows have just been written.
+
+        Args:
+            spare: rows behind the pool's, which nobody has written.
+            needs_cpu_seq_lens: whether it resolves lengths to the host too.
+        """
         driver = self.driver
-        relay = make_relay(driver.surface, driver.pool, needs_cpu_seq_lens=False)
+        pool = make_pool(driver.surface, driver.header.pool + spare)
+        relay = make_relay(driver.surface, pool, needs_cpu_seq_lens=needs_cpu_seq_lens)
         draft = self.operand(Law("merge"), effect, every(effect))
         slots = driver.tensor(effect.slots)
         relay.publish(slots, driver.tensor(effect.lengths))
         relay.stash(slots, driver.surface.payload(draft))
         return relay
 
-    def _own_batch(self, draft: Any, slots: list[int]) -> Any:
+    def own_batch(self, draft: Any, slots: list[int]) -> Any:
         """A copy of the running batch that carries `draft`, whose rows are at `slots`."""
         batch = copy.copy(self.driver.running)
         if hasattr(draft, "direct_carry_valid"):
@@ -185,13 +191,13 @@ class Laws:
     def _lookup(self, operation: Law, effect: Effect) -> None:
         """Merging and filtering, then resolving, is resolving, then merging and filtering."""
         driver, rows = self.driver, every(effect)
-        relay = self._own_relay(effect)
+        relay = self.own_relay(effect)
         draft = self.operand(Law("merge"), effect, rows[: operation.cut])
         right = self.operand(Law("merge"), effect, rows[operation.cut :])
         driver.call("law-lookup", draft.merge_batch, right)
         if list(operation.keep) != rows:
             self._keep(draft, operation.keep)
-        batch = self._own_batch(draft, [effect.slots[i] for i in operation.keep])
+        batch = self.own_batch(draft, [effect.slots[i] for i in operation.keep])
         driver.call("law-lookup", relay.resolve_seq_lens_cpu, batch)
         driver.call("law-lookup", driver.surface.resolve_forward_inputs, batch, relay)
         driver.observe(
@@ -205,8 +211,8 @@ class Laws:
     def _consume_twice(self, operation: Law, effect: Effect) -> None:
         """Write the running rows of a relay of its own, then resolve them twice (debug only)."""
         driver, surface = self.driver, self.driver.surface
-        relay = self._own_relay(effect)
-        batch = self._own_batch(self.operand(Law("merge"), effect, every(effect)), effect.slots)
+        relay = self.own_relay(effect)
+        batch = self.own_batch(self.operand(Law("merge"), effect, every(effect)), effect.slots)
         slots, lengths = batch.req_pool_indices, driver.tensor(effect.lengths)
         outcomes: dict[str, Any] = {}
         resolves = {"tokens": lambda: surface.resolve_forward_inputs(batch, relay)}

@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
+
 from conformance.sut.driver import Driver, HarnessGap
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.surface import Surface
-from generators.operations import Admit, Adopt, Header
-from generators.protocol import State
+from generators.operations import Admit, Adopt, Header, Seed
+from generators.protocol import State, apply
+
+
+def seeds(surface: Surface) -> tuple[bool, str | None]:
+    """Whether a DFlash request that was prefilled elsewhere can join this tree.
+
+    Returns:
+        (whether it can, None), or (False, why it could not be tried).
+    """
+    build = getattr(surface.algorithm, "build_disagg_draft_input", None)
+    if build is None:
+        return False, None
+    header = Header(pool=2, block=1, seeded=True)
+    driver, state = Driver(surface, header, lambda observed: None), State(header)
+    operation = Seed(((0, 1, 1),))
+    effect = apply(state, operation)
+    batch = driver.new_batch(effect.requests, effect.slots, effect.lengths)
+    given = {
+        "batch": batch,
+        "server_args": surface.settings,
+        "last_tokens_tensor": driver.tensor(effect.tokens),
+        "future_map": driver.relay,
+    }
+    try:
+        draft = build(**{name: given[name] for name in inspect.signature(build).parameters})
+        if draft is None:
+            return False, None
+        driver.perform(operation, effect)
+    except (StandInUsed, HarnessGap) as error:
+        return False, f"requests prefilled elsewhere are not checked: {error}"
+    except Exception:
+        return True, None  # the first trace will report what it raises
+    return True, None
 
 
 def consumes_publish_once(surface: Surface) -> bool:
@@ -18,7 +52,7 @@ def consumes_publish_once(surface: Surface) -> bool:
     driver, state = Driver(surface, header, lambda observed: None), State(header)
     try:
         for operation in (Admit(((0, 1, 1),)), Adopt()):
-            driver.perform(operation, state.apply(operation))
+            driver.perform(operation, apply(state, operation))
         driver.relay.resolve_seq_lens_cpu(driver.running)
         for channel in driver.channels().values():
             channel.fill_(1)

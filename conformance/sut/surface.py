@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +37,7 @@ BATCH = f"{_SRT}.managers.schedule_batch"
 MODES = f"{_SRT}.model_executor.forward_batch_info"
 SCHEDULER = f"{_SRT}.managers.scheduler"
 ARGUMENTS = f"{_SRT}.arg_groups.speculative_hook"
+PREBUILT = f"{_SRT}.disaggregation.decode"
 
 REAL = (
     RELAY,
@@ -53,10 +55,16 @@ REAL = (
     f"{_SRT}.mem_cache.allocation",
     f"{_SRT}.mem_cache.allocation_sizing",
     f"{_SRT}.beam_search.batch_tail",
+    f"{_SRT}.disaggregation.decode_schedule_batch_mixin",
+    f"{_SRT}.speculative.dflash_disaggregation",
+    PREBUILT,
     *MODULES,
 )
 """Modules loaded from the tree where it has them: the code under test and what it runs."""
 
+
+SLOTS_APART = 3
+"""Distance of two rows' KV slots for the same position in :func:`make_pool`."""
 
 MEASURED = (RELAY, DRAFT)
 """Modules whose never executed lines a report lists."""
@@ -99,6 +107,32 @@ _PLATFORM_QUESTIONS = (
 """Functions by which a tree asks where it runs; the device answers."""
 
 
+_SETTINGS = ("get_spec", "get_exec", "get_disagg", "get_server_args", "get_global_server_args")
+"""Functions by which a tree asks for its server arguments."""
+
+
+class SamplingInfo:
+    """Sampling parameters of a batch: the double only knows whose row is whose."""
+
+    penalizer_orchestrator = Settings(is_required=False)
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    @classmethod
+    def from_schedule_batch(cls, batch: Any, *_: Any) -> SamplingInfo:
+        return cls([request.rid for request in batch.reqs])
+
+    def filter_batch(self, keep_indices: list[int], *_: Any) -> None:
+        self.rows = [self.rows[i] for i in keep_indices]
+
+    def merge_batch(self, other: SamplingInfo) -> None:
+        self.rows = self.rows + other.rows
+
+    def copy_for_forward(self) -> SamplingInfo:
+        return SamplingInfo(self.rows)
+
+
 def _slots(_: Any, count: int) -> torch.Tensor:
     return torch.arange(count)
 
@@ -122,6 +156,7 @@ class Surface:
         resolve_forward_inputs: the tree's function.
         payload: makes what ``stash`` takes from a draft input.
         algorithm: ``SpeculativeAlgorithm.DFLASH``.
+        scheduler: the tree's ``Scheduler``, or None where it does not load.
         isolation_of: the scheduler's ``_forward_isolation``, or None.
         settings: the answers that traces change (block size).
         token_field: the draft input's field for the bonus token.
@@ -132,6 +167,7 @@ class Surface:
         fields: attributes of a draft input and of the relay, by owner.
         functions: public functions of the surface and how they are called.
         notes: what was not recognised, one line each.
+        kv_slots: numbers of KV slots, for the tables of :func:`make_pool`.
     """
 
     root: Path
@@ -149,6 +185,7 @@ class Surface:
     resolve_forward_inputs: Any = None
     payload: Any = None
     algorithm: Any = None
+    scheduler: Any = None
     isolation_of: Any = None
     token_field: str = ""
     token_argument: str = ""
@@ -166,6 +203,7 @@ class Surface:
     fields: dict[str, list[str]] = field(default_factory=dict)
     functions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kv_slots: torch.Tensor | None = None
 
     def draft_fields(self, kind: str) -> list[Field]:
         """Census records of one kind whose attribute this tree's draft input has."""
@@ -235,6 +273,8 @@ def open_tree(
         speculative_algorithm="DFLASH",
         enable_multi_layer_eagle=False,
         mamba=Settings(enable_mamba_extra_buffer=False, enable_mamba_extra_buffer_lazy=False),
+        disaggregation_decode_enable_radix_cache=False,
+        disaggregation_decode_host_receive_threshold=1,
     )
 
     def answer(*_: Any, **__: Any) -> Settings:
@@ -249,8 +289,13 @@ def open_tree(
     doubles["*.alloc_paged_token_slots_extend"] = _paged_slots
     doubles["*.get_last_loc"] = _nothing
     doubles["*.assign_req_to_token_pool_func"] = _nothing
+    # What a decode server asks of its prefix cache and clock when a prefilled request arrives.
+    for name in ("checkpoint_kv_cache", "maybe_cache_unfinished_req", "set_time_batch"):
+        doubles[f"*.{name}"] = _nothing
+    doubles["*.async_h2d"] = torch.tensor
+    doubles["*.SamplingBatchInfo"] = SamplingInfo
     for module in ("runtime_context", "server_args"):
-        for name in ("get_spec", "get_exec", "get_server_args", "get_global_server_args"):
+        for name in _SETTINGS:
             doubles[f"{_SRT}.{module}.{name}"] = answer
     loader = Isolation(
         *(root, REAL, doubles),
@@ -333,8 +378,8 @@ def _find_entry_points(surface: Surface) -> None:
     else:
         raise NoEntryPoint("RelayPayload has no from_draft_input any more")
     try:
-        (scheduler,) = _load(surface, SCHEDULER, "Scheduler")
-        surface.isolation_of = scheduler.__dict__.get("_forward_isolation")
+        (surface.scheduler,) = _load(surface, SCHEDULER, "Scheduler")
+        surface.isolation_of = vars(surface.scheduler).get("_forward_isolation")
     except NoEntryPoint as error:
         surface.notes.append(f"R11 is not checked: {error}")
 
@@ -373,15 +418,22 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
     idle, reason = idle_is_legal(surface.root)
     if reason:
         surface.notes.append(reason)
-    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
+    scheduler = {} if surface.scheduler is None else vars(surface.scheduler)
     surface.capabilities = Capabilities(
         idle=idle,
-        defers_prefill="_should_defer_prefill" in getattr(scheduler, "__dict__", {}),
+        defers_prefill="_should_defer_prefill" in scheduler,
+        filters_first=_filters_first(scheduler),
+        skips_finishing="_reqs_finishing_inflight" in scheduler,
+        mixed=_mixes(surface),
+        seed=False,  # only shows when the tree is driven
         token_bits=_token_bits(surface),
         survives_assertion=surface.device.survives_assertion,
     )
     features = {
         "idle": idle,
+        "mixed": surface.capabilities.mixed,
+        "filters_first": surface.capabilities.filters_first,
+        "skips_finishing": surface.capabilities.skips_finishing,
         "debug": surface.debug,
         "host_index_filter": "new_indices_cpu" in surface.filter_arguments,
         "host_lengths_lag": "planning_seq_lens_cpu" in fields,
@@ -396,10 +448,39 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
 
 def _drive(surface: Surface) -> None:
     """Add what only shows when the tree is driven."""
-    from conformance.sut.probes import consumes_publish_once  # it drives what this module finds
+    from conformance.sut import probes  # it drives what this module finds
 
-    if surface.debug and consumes_publish_once(surface):
+    if surface.debug and probes.consumes_publish_once(surface):
         surface.features |= {"freshness"}
+    seeds, reason = probes.seeds(surface)
+    if reason:
+        surface.notes.append(reason)
+    if seeds:
+        surface.features |= {"seed"}
+        surface.capabilities = dataclasses.replace(surface.capabilities, seed=True)
+
+
+def _mixes(surface: Surface) -> bool:
+    """Whether the argument checks leave mixed chunked prefill on for DFlash."""
+    supports = getattr(surface.algorithm, "supports_mixed_chunk", None)
+    mixes = hasattr(surface.schedule_batch, "mix_with_running")
+    return mixes and supports is not None and bool(supports())
+
+
+def _filters_first(scheduler: Mapping[str, Any]) -> bool:
+    """Whether the scheduler filters the running batch before it forms any prefill batch.
+
+    That is: ``get_next_batch_to_run`` calls ``running_batch.filter_batch`` under no condition.
+    """
+    function = scheduler.get("get_next_batch_to_run")
+    if function is None:
+        return False
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef)
+    calls = (statement.value for statement in definition.body if isinstance(statement, ast.Expr))
+    names = (ast.unparse(call.func) for call in calls if isinstance(call, ast.Call))
+    return any(name.endswith("running_batch.filter_batch") for name in names)
 
 
 def _token_field(surface: Surface) -> str:
@@ -428,11 +509,22 @@ def _keywords(function: Any) -> dict[str, bool]:
     }
 
 
-def make_pool(surface: Surface, rows: int) -> Settings:
-    """The request pool, as far as the relay and the batch ask for it."""
+def make_pool(surface: Surface, rows: int, width: int = 1) -> Settings:
+    """The request pool, as far as the relay and the batch ask for it.
+
+    ``req_to_token`` (rows, width) int32 holds a KV slot for every row and position: those of row r
+    are r * :data:`SLOTS_APART` + position. Nobody writes it, so the rows overlap in memory.
+    """
+    device = surface.device.device
+    size = width + (rows - 1) * SLOTS_APART
+    if surface.kv_slots is None or len(surface.kv_slots) < size:
+        surface.kv_slots = torch.arange(size, dtype=torch.int32, device=device)
+    slots = surface.kv_slots[:size]
     return Settings(
-        req_to_token=torch.zeros((rows, 1), dtype=torch.int32, device=surface.device.device),
+        req_to_token=slots.as_strided((rows, width), (SLOTS_APART, 1)),
         req_generation=torch.zeros((rows,), dtype=torch.int64),
+        size=rows - 1,
+        device=str(device),
     )
 
 

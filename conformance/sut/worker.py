@@ -114,7 +114,8 @@ class _Worker:
         self.config, self.stream = config, stream
         device = open_device(config.device)
         device.prepare(compiled=config.compiled)
-        registry = {fault.name: fault for fault in (*faults.FAULTS, *faults.KERNEL_FAULTS)}
+        every = (*faults.FAULTS, *faults.KERNEL_FAULTS, *faults.WILD_FAULTS)
+        registry = {fault.name: fault for fault in every}
         edits = faults.apply(registry[config.fault].edits) if config.fault else {}
         self.surface = open_tree(
             Path(config.root),

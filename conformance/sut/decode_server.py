@@ -1,0 +1,90 @@
+"""Requests that arrive prefilled: the part of a decode server that seeds their rows.
+
+The batch is formed and its rows are written by the tree's own
+``SchedulerDisaggregationDecodeMixin.get_new_prebuilt_batch``, on a bare scheduler whose streams
+only note what was waited for. No KV is transferred: a request's prompt counts as a prefix that the
+pool already holds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from conformance.sut.surface import Settings
+
+if TYPE_CHECKING:
+    from conformance.sut.driver import Driver
+
+
+class _Stream:
+    """A stream that notes, in the order of what happens, that another one waited for it."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def wait_stream(self, other: _Stream) -> None:
+        self._order.append("drain")
+
+    def synchronize(self) -> None:
+        self._order.append("drain")
+
+
+class DecodeServer:
+    """A bare scheduler of a decode server, for one trace.
+
+    Attributes:
+        order: what happened while the last batch was seeded: ``drain`` where the schedule stream
+            waited for the forward stream, ``publish`` where lengths were published.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.order: list[str] = []
+        scheduler: Any = object.__new__(driver.surface.scheduler)
+        scheduler.grammar_manager = Settings(has_waiting_grammars=lambda: False)
+        scheduler.enable_priority_scheduling = False
+        scheduler.req_to_token_pool = driver.pool
+        scheduler.max_running_requests = driver.header.pool
+        scheduler.token_to_kv_pool_allocator = driver.allocator
+        scheduler.tree_cache = driver.tree
+        scheduler.model_config = driver.model_config
+        scheduler.enable_overlap = driver.header.overlap
+        scheduler.spec_algorithm = driver.surface.algorithm
+        scheduler.chunked_req = None
+        scheduler.kv_checksum_computer = None
+        scheduler.ngram_embedding_manager = Settings(prepare_for_forward=_unchanged)
+        scheduler.schedule_stream = _Stream(self.order)
+        scheduler.forward_stream = _Stream(self.order)
+        scheduler.future_map = driver.relay
+        self._scheduler = scheduler
+
+    def seed(self, requests: list[Any], running: Any) -> Any:
+        """The batch of `requests`, their rows written to the relay.
+
+        Args:
+            requests: host requests that already hold their slots.
+            running: the running batch, or None.
+        """
+        driver, relay = self.driver, self.driver.relay
+        self.order.clear()
+        self._scheduler.waiting_queue = list(requests)
+        publish = relay.publish
+
+        def noted(*arguments: Any, **keywords: Any) -> Any:
+            self.order.append("publish")
+            return publish(*arguments, **keywords)
+
+        relay.publish = noted  # on this instance, while the batch is seeded
+        try:
+            batch = self._scheduler.get_new_prebuilt_batch(
+                running if running is not None else driver.surface.schedule_batch(reqs=[])
+            )
+        finally:
+            del relay.publish
+        if driver.surface.forward_mode.PREBUILT is not batch.forward_mode:
+            raise AssertionError("a seeded batch is not of the PREBUILT mode")
+        return batch
+
+
+def _unchanged(batch: Any, **_: Any) -> Any:
+    return batch
