@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -61,12 +61,16 @@ class Deviation:
 
 @dataclass
 class Result:
-    """What one engine run found and did."""
+    """What one engine run found and did.
+
+    ``complete`` says that every trace was played to its end: no difference cut one short.
+    """
 
     deviations: list[Deviation] = field(default_factory=list)
     operations: int = 0
     calls: int = 0
     traces: int = 0
+    complete: bool = True
     reached: Counter[str] = field(default_factory=Counter)
     recorded: list[tuple[Trace, Record, bool]] = field(default_factory=list)
 
@@ -117,7 +121,8 @@ def check(
     stop_at_first: bool = False,
     capabilities: Capabilities | None = None,
     recording: bool = False,
-    given: Sequence[Trace] = (),
+    given: Iterable[Trace] | None = None,
+    shrinking: bool = True,
 ) -> Result:
     """Run at least `operations` random operations on the tree and return what deviates.
 
@@ -135,7 +140,8 @@ def check(
             same traces.
         recording: play every trace once more, judged by nobody, and keep what it made visible.
             The budget then counts the operations of the traces, not those up to a deviation.
-        given: traces to play instead of generated ones; nothing of them is shrunk.
+        given: traces to play, all of them, instead of random ones.
+        shrinking: whether what deviates is made small.
     """
     result = Result()
     player = Player(surface, reached=result.reached, waived=waived)
@@ -150,13 +156,14 @@ def check(
         result.traces += 1
         result.operations += replay.operations
         result.calls += replay.calls
+        result.complete &= replay.difference is None
         for index, difference in replay.waived:
             _record(found, surface, trace, index, difference)
         for index, difference in replay.differences:
             key = key_of(surface, trace, index, difference)
             if key in found:
                 found[key].count += 1
-            elif given or _lost(surface, difference):
+            elif not shrinking or _lost(surface, difference):
                 found[key] = _cut(key, trace, index, difference)
             else:
                 found[key] = minimize(surface, trace, index, difference, capabilities)
@@ -170,10 +177,10 @@ def check(
         if progress is not None:
             progress(result.operations, len(found))
         done = generated if recording else result.operations
-        if not given and (done >= operations or (stop_at_first and found)):
+        if (given is None and done >= operations) or (stop_at_first and found):
             raise Enough
 
-    if given:
+    if given is not None:
         with contextlib.suppress(Enough):
             for trace in given:
                 consume(trace)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from conformance.errors import NoEntryPoint, UserError
@@ -20,6 +20,7 @@ from conformance.sut import lines
 from conformance.sut.source import Tree
 from conformance.sut.worker import Config
 from conformance.waivers import Waiver
+from generators.exhaustive import Part
 from generators.operations import (
     ALPHABET,
     LAWS,
@@ -40,6 +41,9 @@ SHARD = 10_000
 RECORDED = 4
 """A gate records and compares one shard in this many; all are judged on both trees."""
 
+SHARES = 4
+"""Jobs of the largest of the small scopes."""
+
 TRACED = 1_500
 """Operations of the sample whose executed lines are recorded."""
 
@@ -52,6 +56,9 @@ class Profile:
         plain: with debug assertions off.
         debug: with debug assertions on, run eagerly.
         compiled: with debug assertions on and compiled, as in production.
+        rows: the algebra is tried in every instance with up to this many rows.
+        scope: slots, requests and arrivals of the small scopes that are tried exhaustively.
+        both: whether small scopes are played with debug assertions off too.
         kernels: whether the Triton kernels are checked too.
     """
 
@@ -59,15 +66,18 @@ class Profile:
     plain: int
     debug: int
     compiled: int
+    rows: int = 0
+    scope: tuple[int, int, int] | None = None
+    both: bool = False
     kernels: bool = False
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("quick", 40_000, 20_000, 150, kernels=True),
-        Profile("pr", 400_000, 120_000, 1_000, kernels=True),
-        Profile("nightly", 8_000_000, 2_000_000, 20_000, kernels=True),
+        Profile("quick", 30_000, 20_000, 150, 4, (2, 3, 2), kernels=True),
+        Profile("pr", 260_000, 80_000, 1_000, 5, (3, 4, 2), both=True, kernels=True),
+        Profile("nightly", 8_000_000, 2_000_000, 20_000, 5, (4, 5, 2), both=True, kernels=True),
     )
 }
 
@@ -89,6 +99,7 @@ class TreeReport:
     reached: Counter[str] = field(default_factory=Counter)
     waivers: dict[str, str] = field(default_factory=dict)
     modes: dict[str, int] = field(default_factory=dict)
+    exhausted: list[dict[str, Any]] = field(default_factory=list)
     unexecuted: dict[str, dict[str, list[int]]] | None = None
     programs: int = 0
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -116,9 +127,23 @@ class TreeReport:
         self.reached.update(other.reached)
         self.waivers.update(other.waivers)
         self.modes.update(other.modes)
+        self.exhausted += other.exhausted
         self.kernels.update(other.kernels)
         if other.surface:
             self.surface = _merged_surface(self.surface, other.surface)
+
+    def exhaustive(self) -> list[dict[str, Any]]:
+        """What was tried exhaustively, its parts added up."""
+        whole: dict[str, dict[str, Any]] = {}
+        for part in self.exhausted:
+            size = {k: v for k, v in part.items() if k not in ("traces", "played", "complete")}
+            entry = whole.setdefault(
+                repr(size), {**size, "traces": 0, "played": 0, "complete": True}
+            )
+            entry["traces"] += part["traces"]
+            entry["played"] += part["played"]
+            entry["complete"] &= part["complete"]
+        return list(whole.values())
 
     def features(self) -> set[str]:
         return set(self.surface.get("features", ()))
@@ -237,7 +262,44 @@ def plan(
                     "waivers": [waiver.request() for waiver in alone],
                 }
                 jobs.append(Job(f"{label}, {name}", configured, request))
+    for part, debug in _parts(profile):
+        request = {
+            "do": "check",
+            "exhaust": asdict(part),
+            "waivers": [waiver.request() for waiver in waivers if waiver not in alone],
+            "capabilities": common,
+        }
+        name = "algebra" if part.rows else "small scope"
+        jobs.append(Job(f"{label}, {name}", replace(config, debug=debug), request))
     return jobs
+
+
+def _parts(profile: Profile) -> Iterator[tuple[Part, bool]]:
+    """What the profile tries exhaustively, and whether with debug assertions on.
+
+    Those are the stricter ones: a consumed row is poisoned. Where both are played, host lengths are
+    asked for with one and not with the other.
+    """
+    if profile.rows:
+        for overlap in (True, False):
+            yield Part(rows=profile.rows, overlap=overlap), True
+    if profile.scope is None:
+        return
+    slots, requests, arrivals = profile.scope
+    scope = Part(slots=slots, requests=requests, arrivals=arrivals)
+    for debug in (True, False) if profile.both else (True,):
+        for seeded, overlap in ((False, True), (True, True), (False, False), (True, False)):
+            # Without overlap there is nothing in flight, and few states.
+            shares = SHARES >> seeded if overlap else 1
+            whole = replace(
+                scope,
+                overlap=overlap,
+                seeded=seeded,
+                needs_cpu_seq_lens=debug,
+                shares=shares,
+            )
+            for share in range(shares):
+                yield replace(whole, share=share), debug
 
 
 def _consume_twice(channel: str, *, compiled: bool) -> Trace:
@@ -342,6 +404,8 @@ def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     report.reached.update(result["reached"])
     if result["unexecuted"] is not None:
         report.unexecuted = lines.common(report.unexecuted, result["unexecuted"])
+    if result.get("exhausted"):
+        report.exhausted.append({**result["exhausted"], "debug": answer.job.config.debug})
     mode = answer.job.label.rpartition(", ")[2]
     report.modes[mode] = report.modes.get(mode, 0) + result["operations"]
     for name, state in result["waivers"].items():

@@ -53,7 +53,7 @@ def not_covered(device: str, *, kernels: bool) -> list[str]:
         "the order of writes, event records and waits (a gate compares how often, no more)",
         "batches of more than 64 rows",
         "the scheduler's own loop: the driver keeps its order, and uses its forward isolation",
-        "preempted, mixed and seeded batches; algorithms other than DFlash",
+        "algorithms other than DFlash",
         "HIP, NPU, tensor, data and pipeline parallelism",
     ]
 
@@ -136,6 +136,7 @@ def tree_document(report: TreeReport, *, wild: bool) -> dict[str, Any]:
             for number, count in report.clause_counts(wild=wild).items()
         ],
         "reached": dict(sorted(_without_calls(report.reached).items())),
+        "exhaustive": report.exhaustive(),
         "wild": report.wild_outcomes(),
         "unexecuted_lines": report.unexecuted or {},
         "unreached": report.unreached(wild=wild),

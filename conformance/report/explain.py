@@ -64,3 +64,23 @@ def _input(deviation: dict[str, Any]) -> list[str]:
 
 def _place(deviation: dict[str, Any]) -> str:
     return "the last operation, " if deviation["trace"] is not None else ""
+
+
+def exhaustive(tree: dict[str, Any]) -> list[str]:
+    """What was tried exhaustively, one line each, with its bound."""
+    lines = []
+    for size in tree["exhaustive"]:
+        debug = "on" if size["debug"] else "off"
+        head = f"{size['what']} ({size['setting']}, debug {debug}): "
+        if size["what"] == "algebra":
+            bound = f"every instance of every law for up to {size['rows']} rows"
+        else:
+            bound = (
+                f"{size['slots']} slots, {size['requests']} requests, up to {size['arrivals']} "
+                f"arrivals at once: all {size['states']:,} states, {size['operations']:,} "
+                f"operations out of them, {size['pairs']:,} pairs of operations"
+            )
+        played = f", in {size['traces']:,} traces of {size['played']:,} operations"
+        short = "" if size["complete"] else "; deviations cut some short, so not all of it was seen"
+        lines.append(head + bound + played + short)
+    return lines

@@ -106,6 +106,9 @@ def show(console: Console, report: dict[str, Any], files: dict[str, Any]) -> Non
     if len(report["trees"]) == 1:
         _clauses(console, report["trees"][0])
         _reached(console, report["trees"][0])
+        console.print()
+        for line in explain.exhaustive(report["trees"][0]):
+            console.print(line, highlight=False, soft_wrap=True)
     else:
         _matrix(console, report)
     shown: set[tuple[str, ...]] = set()

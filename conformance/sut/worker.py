@@ -164,10 +164,13 @@ class _Worker:
         traced: int = 0,
         capabilities: dict[str, Any] | None = None,
         recording: bool = False,
-        given: Sequence[dict[str, Any]] = (),
+        given: Sequence[dict[str, Any]] | None = None,
+        exhaust: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        from conformance.engine import check
+        """Check the tree: by random traces, by `given` ones, or by all of what `exhaust` says."""
+        from conformance.engine import capabilities_for, check
         from conformance.record import as_table
+        from generators import exhaustive
         from generators.operations import Trace
         from generators.protocol import Capabilities
 
@@ -185,6 +188,17 @@ class _Worker:
                 reported = done
                 _send(self.stream, event="progress", operations=done, deviations=deviations)
 
+        shown = capabilities_for(self.surface, wild=wild)
+        known = Capabilities(**capabilities) if capabilities is not None else shown
+        exhausted: dict[str, Any] = {}
+        chosen: Iterator[Trace] | None = None
+        if given is not None:
+            chosen = (Trace.from_json(trace) for trace in given)
+        elif exhaust is not None:
+            part = exhaustive.Part(**exhaust)
+            chosen, exhausted = exhaustive.traces(
+                part, known, debug=self.surface.debug, compiled=self.config.compiled
+            )
         result = check(
             self.surface,
             operations=operations,
@@ -195,9 +209,10 @@ class _Worker:
             progress=progress,
             recorder=self.recorder,
             stop_at_first=stop_at_first,
-            capabilities=Capabilities(**capabilities) if capabilities is not None else None,
+            capabilities=known,
             recording=recording,
-            given=[Trace.from_json(trace) for trace in given],
+            given=chosen,
+            shrinking=given is None,
         )
         deviations = [d for d in result.deviations if (d.clause, d.anomaly) not in witnessed]
         for found in result.deviations:
@@ -214,6 +229,13 @@ class _Worker:
             "waivers": states,
             "recorded": as_table(result.recorded) if recording else None,
             "unexecuted": self._unexecuted(traced, seed) if traced else None,
+            "exhausted": exhausted
+            and {
+                **exhausted,
+                "traces": result.traces,
+                "played": result.operations,
+                "complete": result.complete,
+            },
             "surface": self.surface.as_json(),
         }
 
