@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.errors import UserError
-from conformance.sut.fields import KINDS
+from conformance.sut.fields import KINDS, OWNERS
 from conformance.tables import read_tables
 
 
@@ -23,10 +23,10 @@ def read_declarations(path: Path) -> list[list[str]]:
     for table in read_tables(path, "field", "--declare"):
         record = [table.get(key) for key in _KEYS]
         owner, name, kind = record
-        if owner not in ("draft", "relay") or not isinstance(name, str) or kind not in KINDS:
+        if owner not in OWNERS or not isinstance(name, str) or kind not in KINDS:
             raise UserError(
-                f"--declare {path}: a [[field]] needs owner (draft or relay), name, and kind "
-                f"({', '.join(KINDS)})"
+                f"--declare {path}: a [[field]] needs owner ({', '.join(OWNERS)}), name, and "
+                f"kind ({', '.join(KINDS)})"
             )
         sums = table.get("sums")
         if sums is not None and (kind != "mirror" or not isinstance(sums, str)):

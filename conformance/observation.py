@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+FEW_ROWS = 3
+"""A batch of fewer rows has too many fields that have as many values by accident."""
+
 
 @dataclass(slots=True)
 class Observation:

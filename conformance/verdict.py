@@ -42,7 +42,10 @@ class RowDifference:
 
 @dataclass
 class Difference:
-    """The first thing at which a tree and the specification part."""
+    """The first thing at which a tree and the specification part.
+
+    ``declare`` has, per undeclared attribute, its owner, its name and a guess at its kind.
+    """
 
     clause: str
     anomaly: str
@@ -51,6 +54,7 @@ class Difference:
     expected: str
     observed: str
     rows: list[RowDifference] = field(default_factory=list)
+    declare: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -458,6 +462,15 @@ def _truth(aspect: str, clause: str, anomaly: str) -> Check:
     return check
 
 
+def _declared(expected: Observation, observed: Observation, context: Context) -> Any:
+    """F7: nothing is there that the census does not know."""
+    if not observed.aspects.get("undeclared"):
+        return None
+    difference = _differ("F7", "undeclared", "undeclared", expected, observed)
+    difference.declare = observed.aspects["declare"]
+    return difference
+
+
 CLEAR_ERRORS = ("AssertionError", "IndexError", "RuntimeError", "TypeError", "ValueError")
 """Exceptions that count as a clear refusal; an AttributeError on None does not."""
 
@@ -606,12 +619,13 @@ def _mirrors(clause: str) -> Check:
 
 
 CHECKS: dict[str, tuple[Check, ...]] = {
-    "relay": (_truth("undeclared", "F7", "undeclared"),),
+    "relay": (_declared,),
+    "batch": (_declared,),
     "build": (
         _error("P8"),
         _built("tokens"),
         _built("lengths"),
-        _truth("undeclared", "F7", "undeclared"),
+        _declared,
     ),
     "publish": (
         _error("P1"),
@@ -624,7 +638,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _written("tokens"),
         _written("lengths"),
         _truth("copied", "P5", "shared-storage"),
-        _truth("undeclared", "F7", "undeclared"),
+        _declared,
     ),
     "idle-signals": (_truth("unchanged", "I3", "phantom-row"),),
     "restore": (_truth("changed", "R11", "wrong-value"),),
@@ -638,7 +652,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     "idle": _rows_of("I5", filter_=False),
     "prepare": (
         _error("R7"),
-        _truth("undeclared", "F7", "undeclared"),
+        _declared,
         equal("committed", "R7"),
         equal("committed_sum", "R7"),
         _bounds,
@@ -685,7 +699,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _truth("copied", "P5", "shared-storage"),
         _truth("appeared", "P6", "phantom-row"),
         _truth("order", "R13", "wrong-value"),
-        _truth("undeclared", "F7", "undeclared"),
+        _declared,
     ),
     "copy": (_error("F6"),),
     "results": (

@@ -180,8 +180,9 @@ _ALL = (
     ),
     Clause(
         "F7",
-        "Every attribute of a draft input and of the relay is declared.",
-        ("build", "prepare", "relay", "stash", "seed"),
+        "Every attribute of a draft input, of the relay and of what it is handed, and every batch "
+        "field with a value per row, is declared.",
+        ("build", "prepare", "relay", "stash", "seed", "batch"),
         source=(
             "the protocol: what is not known to follow its rows through filter and merge may be "
             "lost there"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.observation import Observation
+from conformance.observation import FEW_ROWS, Observation
 from conformance.oracle.aspects import expect, rows_of
 from conformance.oracle.facts import Facts
 from conformance.oracle.laws import Laws
@@ -73,7 +73,7 @@ class Oracle:
         self._all_channels = set(facts.channels) == {"tokens", "lengths"}
         self.running: _Batch | None = None
         self.prefill: _Batch | None = None
-        self.started = False
+        self.started = self.counted = False
         self.laws = Laws(self)
         self._perform: dict[type[Operation], Callable[[Any, Effect], Iterator[Observation]]] = {
             Admit: self._admit,
@@ -347,6 +347,9 @@ class Oracle:
         )
         batch.draft = yield from self._forward(effect, batch.slots)
         batch.direct = facts.direct_carry
+        if len(effect.slots) >= FEW_ROWS and not self.counted:
+            self.counted = True
+            yield expect("batch", undeclared=[])
 
     def _idle(self, operation: Idle, effect: Effect) -> Iterator[Observation]:
         yield expect("idle-resolve", **self.relay_aspects(), seq_lens=self.tensor([]))

@@ -42,9 +42,32 @@ def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
         )
     if len(rows) > _MOST_ROWS:
         text.append(f"    and {len(rows) - _MOST_ROWS} rows more")
+    text += [f"    {line}" for line in _to_declare(difference)]
     if replay is not None:
         text.append(f"  replay: {replay}")
     return text
+
+
+def _to_declare(difference: dict[str, Any]) -> list[str]:
+    """The records that would tell the census what is undeclared."""
+    records = [entry.split() for entry in difference.get("declare", ())]
+    if not records:
+        return []
+    return [
+        "decide what each is, and add its record to conformance/sut/fields.py",
+        *(f'  Field("{owner}", "{name}", "{kind}"),' for owner, name, kind in records),
+        "(the kind is a guess; the kinds are listed there), or to a file for --declare:",
+        *(
+            f"  {line}"
+            for owner, name, kind in records
+            for line in (
+                "[[field]]",
+                f'owner = "{owner}"',
+                f'name = "{name}"',
+                f'kind = "{kind}"',
+            )
+        ),
+    ]
 
 
 def _input(deviation: dict[str, Any]) -> list[str]:

@@ -20,8 +20,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.observation import Observation, Outcome
+from conformance.observation import FEW_ROWS, Observation, Outcome
 from conformance.sut.decode_server import DecodeServer
+from conformance.sut.fields import guess
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.laws import Laws
 from conformance.sut.surface import (
@@ -202,6 +203,7 @@ class Driver:
         ]
         self._turn = 0
         self._queue: deque[Any] = deque()
+        self._counted = False
         self._lag = "host_lengths_lag" in surface.features
         self._started = False
         self._scheduler = Settings(record_batch_in_overlap=lambda batch: None)
@@ -371,9 +373,25 @@ class Driver:
         fresh = getattr(self.relay, "_publish_fresh", None)
         return (getattr(event, "recorded", None), fresh, self._buffers())
 
-    def _undeclared(self, owner: str, thing: Any) -> list[str]:
-        present, declared = vars(thing).keys(), self.surface.census[owner].keys()
-        return [] if present <= declared else [name for name in present if name not in declared]
+    def _census(self, rows: int, **things: Any) -> dict[str, Any]:
+        """What nobody declared of `things`, by owner, and with it the records to add."""
+        unknown: list[tuple[str, str, Any]] = []
+        for owner, thing in things.items():
+            held, declared = _attributes(thing), self.surface.census[owner].keys()
+            if not held.keys() <= declared:
+                unknown += [(owner, n, value) for n, value in held.items() if n not in declared]
+        if not unknown:
+            return {"undeclared": []}
+        return {
+            "undeclared": [name for _, name, _ in unknown],
+            "declare": [f"{owner} {n} {guess(n, value, rows)}" for owner, n, value in unknown],
+        }
+
+    def _rows_held(self, batch: Any) -> Settings:
+        """The batch's fields that have one value per row, as an object of their own."""
+        rows = len(batch.reqs)
+        values = zip(self._batch_fields, self._batch_values(batch), strict=True)
+        return Settings(**{name: value for name, value in values if _count(value) == rows})
 
     def _changed(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
         """Batch fields that are not the same object any more."""
@@ -469,7 +487,7 @@ class Driver:
                 draft,
                 tokens=getattr(draft, self._token_field),
                 lengths=lengths,
-                undeclared=self._undeclared("draft", draft),
+                **self._census(len(effect.slots), draft=draft),
             )
             if self.header.overlap:
                 signals = None if effect.slots else self._signals()
@@ -482,7 +500,11 @@ class Driver:
                     "stash",
                     **self.relay_aspects(),
                     copied=self._copied(tokens),
-                    undeclared=self._undeclared("relay", self.relay),
+                    **self._census(
+                        len(effect.slots),
+                        relay=self.relay,
+                        **({} if payload is draft else {"payload": payload}),
+                    ),
                     **self._carries(payload, draft),
                 )
                 if signals is not None:
@@ -516,7 +538,7 @@ class Driver:
     def _start(self) -> None:
         if not self._started:
             self._started = True
-            self.observe("relay", undeclared=self._undeclared("relay", self.relay))
+            self.observe("relay", **self._census(0, relay=self.relay))
 
     def _admit(self, operation: Admit, effect: Effect) -> None:
         self._start()
@@ -597,7 +619,7 @@ class Driver:
             order=list(self._server.order),
             copied=self._copied(tokens) and self._copied(lengths),
             appeared=self._appeared(buffers),
-            undeclared=self._undeclared("draft", draft) + self._undeclared("relay", self.relay),
+            **self._census(len(effect.slots), draft=draft, relay=self.relay),
             **self.relay_aspects(),
         )
         self.prefill = batch
@@ -701,7 +723,7 @@ class Driver:
             "prepare",
             draft,
             self._written(batch, before),
-            undeclared=self._undeclared("draft", draft),
+            **self._census(len(batch.reqs), draft=draft),
             **aspects,
             **self._requests(batch),
         )
@@ -748,6 +770,9 @@ class Driver:
             )
 
         self._forward(batch, effect, build)
+        if rows >= FEW_ROWS and not self._counted:
+            self._counted = True
+            self.observe("batch", **self._census(rows, batch=self._rows_held(batch)))
 
     def _hold(self, batch: Any) -> list[tuple[Tensor, Tensor]]:
         """Tensors that others may hold (the result queue, the relay's stash): with their values."""
@@ -844,6 +869,13 @@ def _same_value(old: Any, new: Any) -> bool:
         alike = type(old) is type(new) and old.dtype == new.dtype
         return alike and torch.equal(old, new)
     return type(old) is type(new) and bool(old == new)
+
+
+def _count(value: Any) -> int:
+    """How many things a value is a list or tensor of; -1 if it is none."""
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.dim() else -1
+    return len(value) if isinstance(value, list | tuple) else -1
 
 
 def _attributes(thing: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The census: what every attribute of a draft input and of the relay is (clause F7).
+"""The census: what everything is that a real step leaves behind (clause F7).
 
-One record per attribute, over all trees; a tree has a subset. An attribute that a tree has and no
-record names is reported under F7, and nothing else is asked of it, until it is declared: here, or
-by the user (``--declare FILE`` with ``[[field]]`` tables of ``owner``, ``name``, ``kind`` and, for
-a mirror, ``sums``).
+One record per attribute of a draft input, of the relay and of what it is handed, and per batch
+field that has one value per row; over all trees, of which each has a subset. What a tree has and no
+record names is reported under F7 with the record to add, and nothing else is asked of it, until it
+is declared: here, or by the user (``--declare FILE`` with ``[[field]]`` tables of ``owner``,
+``name``, ``kind`` and, for a mirror, ``sums``).
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ KINDS = {
     "scratch": "buffer reused between prepares",
     "constant": "set once",
     "channel": "relay rows, one per slot",
+    "carried": "handed to the relay for the channel of its name",
     "other": "another algorithm's",
+}
+
+
+OWNERS = {
+    "draft": "a draft input",
+    "relay": "the relay",
+    "payload": "what the relay is handed at a stash",
+    "batch": "a batch, where it has one value per row",
 }
 
 
@@ -29,7 +39,7 @@ class Field:
     """One attribute.
 
     Attributes:
-        owner: ``draft`` or ``relay``.
+        owner: one of :data:`OWNERS`.
         name: attribute name in the tree.
         kind: one of :data:`KINDS`.
         sums: for a mirror, the attribute that holds its sum.
@@ -108,4 +118,42 @@ _RELAY = (
     Field("relay", "accept_lens_buf", "other"),
 )
 
-FIELDS: tuple[Field, ...] = _DRAFT + _RELAY
+_PAYLOAD = (
+    Field("payload", "bonus_tokens", "carried"),
+    Field("payload", "topk_p", "other"),
+    Field("payload", "topk_index", "other"),
+    Field("payload", "hidden_states", "other"),
+    Field("payload", "draft_probs", "other"),
+    Field("payload", "dsa_topk_indices", "other"),
+    Field("payload", "accept_tokens", "other"),
+    Field("payload", "accept_lens", "other"),
+)
+
+_BATCH = (
+    Field("batch", "reqs", "row"),
+    Field("batch", "req_pool_indices", "row"),
+    Field("batch", "req_pool_indices_cpu", "row"),
+    Field("batch", "seq_lens", "row"),
+    Field("batch", "seq_lens_cpu", "mirror"),
+    Field("batch", "orig_seq_lens", "row"),
+    Field("batch", "multimodal_inputs", "row"),
+    # Of a prefill or a mixed batch; left behind when it decodes.
+    Field("batch", "out_cache_loc", "scratch"),
+    Field("batch", "mix_running_indices", "scratch"),
+    Field("batch", "mix_running_indices_cpu", "scratch"),
+    Field("batch", "prefix_lens", "scratch"),
+    Field("batch", "extend_lens", "scratch"),
+    Field("batch", "extend_logprob_start_lens", "scratch"),
+)
+
+FIELDS: tuple[Field, ...] = _DRAFT + _RELAY + _PAYLOAD + _BATCH
+
+
+def guess(name: str, value: object, rows: int) -> str:
+    """The likeliest kind of an undeclared attribute, for the record that a report proposes."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and len(shape) and shape[0] == rows:
+        return "mirror" if name.endswith("_cpu") else "row"
+    if isinstance(value, list | tuple) and len(value) == rows:
+        return "row"
+    return "scratch" if shape is not None else "constant"

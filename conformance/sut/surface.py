@@ -24,7 +24,7 @@ import torch
 from conformance.errors import NoEntryPoint
 from conformance.kernels.sources import MODULES, narrow_buffer
 from conformance.sut.device import Device
-from conformance.sut.fields import FIELDS, Field
+from conformance.sut.fields import FIELDS, OWNERS, Field
 from conformance.sut.isolation import Edit, Isolation, StandInUsed
 from generators.protocol import Capabilities
 
@@ -397,7 +397,7 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
     surface.filter_arguments = frozenset(_keywords(surface.draft_input.filter_batch))
     surface.token_field = _token_field(surface)
 
-    census: dict[str, dict[str, Field]] = {"draft": {}, "relay": {}}
+    census: dict[str, dict[str, Field]] = {owner: {} for owner in OWNERS}
     # Whatever the tree calls the bonus token's field: it was recognised, so it needs no record.
     for record in (*FIELDS, Field("draft", surface.token_field, "row"), *declared):
         census[record.owner][record.name] = record
