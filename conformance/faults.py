@@ -278,6 +278,18 @@ _batch_filter = _At(_BATCH, "ScheduleBatch.filter_batch")
 _batch_merge = _At(_BATCH, "ScheduleBatch.merge_batch")
 _build = _At("speculative.draft_worker_common", "make_draft_input_v2")
 _isolation = _At("managers.scheduler", "Scheduler._forward_isolation")
+_mix = _At(_BATCH, "ScheduleBatch.mix_with_running")
+_tails = _At(_RELAY, "FutureMap.resolve_mixed_spec_tails")
+_stash_bonus = _At(_RELAY, "FutureMap.stash_bonus_tokens")
+_copy = _At(_BATCH, "ScheduleBatch.copy")
+_seed = _At("speculative.dflash_disaggregation", "build_dflash_disagg_draft_input")
+_prebuilt = _At(
+    "disaggregation.decode_schedule_batch_mixin",
+    "ScheduleBatchDisaggregationDecodeMixin.process_prebuilt",
+)
+_decode_server = _At(
+    "disaggregation.decode", "SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch"
+)
 
 # Where a fault needs memory between calls, it keeps it in a declared attribute that DFlash leaves
 # alone (another algorithm's buffer), so that the census does not report the memory instead.
@@ -322,7 +334,7 @@ FAULTS: tuple[Fault, ...] = (
         "publish-pads",
         "Publishing also writes the padding row.",
         (_publish("Assign", 3, after("self.new_seq_lens_buf[0] = new_seq_lens[0]")),),
-        ("P2", "phantom-row"),
+        ("P7", "phantom-row"),
     ),
     Fault(
         "publish-neighbour",
@@ -796,6 +808,210 @@ FAULTS: tuple[Fault, ...] = (
         (_relay_init("Assign", 0, after("self.logprobs_buf = None")),),
         ("F7", "undeclared"),
     ),
+    Fault(
+        "payload-undeclared",
+        "The relay is handed something that publish and stash do not know.",
+        (_payload("Return", 0, "payload = {1}\npayload.accept_history = None\nreturn payload"),),
+        ("F7", "undeclared"),
+    ),
+    Fault(
+        "batch-undeclared",
+        "Preparing a decode leaves a value per row in the batch that filter and merge do not know.",
+        (_prepare("Assign", 0, before("batch.token_type_ids = batch.req_pool_indices.clone()")),),
+        ("F7", "undeclared"),
+    ),
+    Fault(
+        "filter-keeps-the-ended",
+        "A filter that is told what to leave out keeps requests that have ended.",
+        (
+            _batch_filter(
+                "BoolOp", 0, "self.reqs[i] not in reqs_to_exclude if reqs_to_exclude else {1}"
+            ),
+        ),
+        ("R9", "phantom-row"),
+    ),
+    Fault(
+        "leave-ignored",
+        "A filter of the running batch does not leave out requests that finish in flight.",
+        (_batch_filter("Compare", 2, "({0} or self.reqs[i].decode_batch_idx > 0)"),),
+        ("R9", "phantom-row"),
+    ),
+    Fault(
+        "preempt-drops-the-ended",
+        "A filter by host indices also drops requests that have ended.",
+        (
+            _batch_filter(
+                "If",
+                3,
+                before("keep_indices = [i for i in keep_indices if not self.reqs[i].finished()]"),
+            ),
+        ),
+        ("R9", "missing-row"),
+        release="0.5.22",
+    ),
+    Fault(
+        "filter-slots-in-place",
+        "A filter compacts the host slots in place, which the result queue still holds.",
+        (
+            _batch_filter(
+                "Assign",
+                12,
+                """
+                kept = self.req_pool_indices_cpu[keep_indices]
+                self.req_pool_indices_cpu[: kept.shape[0]] = kept
+                self.req_pool_indices_cpu = kept
+                """,
+            ),
+        ),
+        ("F6", "wrong-owner"),
+    ),
+    Fault(
+        "copy-shares-requests",
+        "The result queue shares the list of requests, which a filter shortens in place.",
+        (
+            _copy("Subscript", 0, "{1}"),
+            _batch_filter("Assign", 9, "self.reqs[:] = [self.reqs[i] for i in keep_indices]"),
+        ),
+        ("F6", "wrong-owner"),
+    ),
+    # Mixed batches.
+    Fault(
+        "mixed-order",
+        "A mixed batch names the running batch's host slots first.",
+        (
+            _mix(
+                "Expr",
+                2,
+                after("self.req_pool_indices_cpu = self.req_pool_indices_cpu.roll(running_bs)"),
+            ),
+        ),
+        ("R9", "wrong-owner"),
+    ),
+    Fault(
+        "mixed-adopts-running",
+        "A mixed batch writes its decode tails' slots over those of the running batch.",
+        (_mix("Expr", 2, before("running_batch.req_pool_indices.zero_()")),),
+        ("R9", "phantom-row"),
+        also=(("R9", "wrong-owner"),),
+    ),
+    Fault(
+        "mixed-lagging-length",
+        "Decode tails keep the length that the host knew when they were mixed in.",
+        (_tails("Assign", 5, DROP),),
+        ("R10", "stale-read"),
+    ),
+    Fault(
+        "mixed-length-uncounted",
+        "A decode tail's length does not count the token that it commits.",
+        (_tails("BinOp", 0, "{1}"),),
+        ("R10", "wrong-value"),
+        also=(("R10", "stale-read"),),
+    ),
+    Fault(
+        "mixed-host-length",
+        "The host length of a decode tail is not rebuilt.",
+        (_tails("Assign", 13, DROP),),
+        ("R10", "stale-read"),
+    ),
+    Fault(
+        "mixed-lagging-slot",
+        "A decode tail writes to the KV slot of the length that the host knew.",
+        (_tails("Assign", 8, DROP),),
+        ("R10", "wrong-owner"),
+    ),
+    Fault(
+        "mixed-lagging-prefix",
+        "A decode tail attends to the prefix that the host knew.",
+        (_tails("Assign", 15, DROP),),
+        ("R10", "stale-read"),
+    ),
+    Fault(
+        "mixed-first-tail",
+        "Only the last decode tail's length is rebuilt.",
+        (_tails("Assign", 4, "seq_lens[-1:] = fresh[-1:] + 1"),),
+        ("R10", "stale-read"),
+    ),
+    Fault(
+        "mixed-tokens-rolled",
+        "Decode tails read each other's tokens.",
+        (_inputs("Subscript", 0, "{0}.roll(1)"),),
+        ("R1", "wrong-owner"),
+    ),
+    Fault(
+        "mixed-tails-first",
+        "A mixed batch's input has the decode tails before the prefill.",
+        (_inputs("List", 0, SWAP),),
+        ("R1", "wrong-owner"),
+    ),
+    Fault(
+        "mixed-unpoisoned",
+        "A mixed batch does not consume its decode tails' tokens.",
+        (_inputs("Expr", 3, DROP),),
+        ("R5", "lost-update"),
+        debug=True,
+    ),
+    Fault(
+        "mixed-stash-rolled",
+        "Without overlap decode tails are stashed each other's tokens.",
+        (_stash_bonus("Call", 0, "{0}.roll(1)"),),
+        ("P1", "wrong-owner"),
+    ),
+    Fault(
+        "mixed-stash-allocates",
+        "Stashing tokens alone makes buffers for extras that are not there.",
+        (_stash_bonus("Assign", 0, before("self.topk_p_buf = self.new_seq_lens_buf.clone()")),),
+        ("P6", "phantom-row"),
+    ),
+    # Requests that were prefilled elsewhere.
+    Fault(
+        "seed-counts-bonus",
+        "A seeded request's length counts the token that is not in the KV cache yet.",
+        (_seed("Attribute", 0, "{0} + 1"),),
+        ("P8", "never-written"),
+    ),
+    Fault(
+        "seed-publishes-bonus",
+        "A seed publishes a length that counts the token that is not in the KV cache yet.",
+        (_seed("Attribute", 6, "{0} + 1"),),
+        ("P1", "never-written"),
+    ),
+    Fault(
+        "seed-one-token",
+        "Every seeded request is given the last token of the batch's first.",
+        (_prebuilt("Subscript", 1, "self.reqs[0].output_ids[-1]"),),
+        ("P8", "wrong-owner"),
+    ),
+    Fault(
+        "seed-unpublished",
+        "A seed does not publish its lengths.",
+        (_seed("Expr", 0, DROP),),
+        ("P1", "never-written"),
+        also=(("P1", "lost-update"), ("P3", "lost-update")),
+    ),
+    Fault(
+        "seed-pads",
+        "A seed also stashes into the padding row.",
+        (_seed("Expr", 1, after("future_map.output_tokens_buf[0] = last_tokens_tensor[0]")),),
+        ("P7", "phantom-row"),
+    ),
+    Fault(
+        "seed-allocates",
+        "A seed's partial stash makes buffers for extras that are not there.",
+        (_seed("Call", 3, "RelayPayload(last_tokens_tensor, draft_probs=last_tokens_tensor)"),),
+        ("P6", "phantom-row"),
+    ),
+    Fault(
+        "seed-other-slots",
+        "A seeded draft input looks for its rows in reverse order.",
+        (_seed("Attribute", 3, "{0}.flip(0)"),),
+        ("R9", "wrong-owner"),
+    ),
+    Fault(
+        "seed-early",
+        "A seed does not wait for the forwards in flight.",
+        (_decode_server("Expr", 9, DROP),),
+        ("R13", "wrong-value"),
+    ),
     # Merge.
     Fault(
         "merge-order-relayed",
@@ -905,7 +1121,7 @@ FAULTS: tuple[Fault, ...] = (
         "batch-merge-requests",
         "Merging the batch puts the new requests first.",
         (_batch_merge("Assign", 28, "self.reqs = other.reqs + self.reqs"),),
-        ("R9", "wrong-value"),
+        ("R9", "wrong-owner"),
     ),
     Fault(
         "build-counts-bonus",

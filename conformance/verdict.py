@@ -17,7 +17,7 @@ from torch import Tensor
 from conformance.observation import Observation, Outcome
 from generators.operations import Law, Operation
 from generators.protocol import Effect, State
-from generators.values import Write
+from generators.values import STRIDE, Write
 from reference.clauses import CLAUSES
 
 
@@ -73,7 +73,7 @@ class Context:
 
     def writer(self, aspect: str, value: int) -> Write | None:
         """Which write a value of a token or length aspect comes from."""
-        if "token" in aspect:
+        if "token" in aspect or aspect == "input_ids":
             return self.state.tokens.writer.get(value)
         if "length" in aspect or aspect == "host":
             return self.state.length_writer.get(value)
@@ -205,6 +205,21 @@ def equal(aspect: str, clause: str, anomaly: str = "wrong-value") -> Check:
     return check
 
 
+def members(aspect: str, clause: str) -> Check:
+    """A list of requests must have the expected ones in their order."""
+
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        want, got = expected.aspects.get(aspect), observed.aspects.get(aspect)
+        if want is None or want == got:
+            return None
+        anomaly = "wrong-owner"
+        if got is None or len(want) != len(got):
+            anomaly = _count_anomaly(len(want), len(got or []))
+        return _differ(clause, anomaly, aspect, expected, observed)
+
+    return check
+
+
 def layout(aspect: str, clause: str) -> Check:
     """Dtype, shape, device and contiguity must be the expected ones."""
 
@@ -254,7 +269,7 @@ def rows(aspect: str, clause: str, *, dtype_clause: str | None = None) -> Check:
                 observed,
             )
         details = _row_differences(aspect, want, got, context, context.owner)
-        if aspect in ("tokens", "lengths"):
+        if aspect in ("tokens", "lengths", "input_ids"):
             first = details[0]
             anomaly = _value_anomaly(aspect, first.expected, first.observed, context)
         else:
@@ -529,28 +544,56 @@ def _consume_twice(expected: Observation, observed: Observation, context: Contex
     return None
 
 
-def _carried(check: Check) -> Check:
-    """A check of what a copy of a batch carries; trees copy different fields."""
+def _landed(aspect: str) -> Check:
+    """F6: rows of the batch whose result is processed, where the tree's copies carry them."""
 
-    def checked(
-        expected: Observation, observed: Observation, context: Context
-    ) -> Difference | None:
-        held = {name: value for name, value in observed.aspects.items() if value is not None}
-        wanted = {name: value for name, value in expected.aspects.items() if name in held}
-        return check(Observation(expected.call, wanted), Observation(observed.call, held), context)
+    def check(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+        want, got = expected.aspects[aspect], observed.aspects[aspect]
+        if got is None or _same(want, got):
+            return None
+        if want.dtype != got.dtype or want.shape != got.shape:
+            return _differ("F6", _shape_anomaly(want, got), aspect, expected, observed)
+        landed = context.effect.landed or []
+        details = _row_differences(aspect, want, got, context, lambda row: f"r{landed[row][0]}")
+        return _differ("F6", "wrong-owner", aspect, expected, observed, details)
 
-    return checked
+    return check
 
 
 def _batch_rows(clause: str) -> tuple[Check, ...]:
     """Checks of what a batch says of its rows, its draft input apart."""
     return (
-        equal("requests", clause),
-        equal("sampling", clause),
+        members("requests", clause),
+        members("sampling", clause),
         rows("prompts", clause),
         rows("slots", clause),
         rows("slots_cpu", clause),
     )
+
+
+def _drained(expected: Observation, observed: Observation, context: Context) -> Any:
+    """R13: whatever a seed publishes, the schedule stream has waited for the forwards first."""
+    order = observed.aspects["order"]
+    if order == expected.aspects["order"] or "publish" not in order:
+        return None
+    if "drain" in order[: order.index("publish")]:
+        return None
+    return _differ("R13", "wrong-value", "order", expected, observed)
+
+
+def _tail_lengths(expected: Observation, observed: Observation, context: Context) -> Any:
+    """R10: a decode tail's length counts the token that it commits; the others are the prompts'."""
+    want, got = expected.aspects["seq_lens"], observed.aspects["seq_lens"]
+    if torch.equal(want, got):
+        return None
+    details = _row_differences("seq_lens", want, got, context, context.owner)
+    first = details[0]
+    if first.expected // STRIDE != first.observed // STRIDE:
+        anomaly = "wrong-owner"
+    else:
+        earlier = context.state.length_writer.get(first.observed - 1)
+        anomaly = "stale-read" if earlier is not None else "wrong-value"
+    return _differ("R10", anomaly, "seq_lens", expected, observed, details)
 
 
 def _mixed_rows() -> tuple[Check, ...]:
@@ -567,12 +610,12 @@ def _rows_of(clause: str, *, filter_: bool = True) -> tuple[Check, ...]:
     """Checks of everything a batch filter or merge decides, in order."""
     return (
         _error(clause),
-        equal("requests", "R9"),
+        members("requests", "R9"),
         rows("future", clause, dtype_clause=None if filter_ else "M5"),
         rows("tokens", clause, dtype_clause=None if filter_ else "M5"),
         rows("lengths", clause, dtype_clause=None if filter_ else "M5"),
         widths(clause),
-        equal("sampling", "R9"),
+        members("sampling", "R9"),
         rows("prompts", "R9"),
         rows("slots", "R9"),
         rows("slots_cpu", "R9"),
@@ -680,8 +723,8 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _error("R10"),
         layout("seq_lens", "R10"),
         rows("input_ids", "R1", dtype_clause="R3"),
-        rows("seq_lens", "R10"),
-        equal("host", "R10"),
+        _tail_lengths,
+        equal("host", "R10", "stale-read"),
         equal("host_sum", "R10"),
         equal("prefix", "R10", "stale-read"),
         equal("kv_slots", "R10", "wrong-owner"),
@@ -698,14 +741,14 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         _written("tokens"),
         _truth("copied", "P5", "shared-storage"),
         _truth("appeared", "P6", "phantom-row"),
-        _truth("order", "R13", "wrong-value"),
+        _drained,
         _declared,
     ),
     "copy": (_error("F6"),),
     "results": (
-        equal("requests", "F6", "wrong-owner"),
-        _carried(rows("slots", "F6")),
-        _carried(rows("slots_cpu", "F6")),
+        members("requests", "F6"),
+        _landed("slots"),
+        _landed("slots_cpu"),
     ),
     "preempt": _rows_of("F1"),
     "absorb-filter": _rows_of("F1"),

@@ -7,6 +7,7 @@ adoption); the caller's predicate says whether it still fails in the same way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -203,6 +204,7 @@ def _candidates(trace: Trace, capabilities: Capabilities) -> Iterator[Trace]:
 
     yield from _earlier_finishes(header, pairs, capabilities)
     yield from _redundant_steps(header, pairs, capabilities)
+    yield from _joined_arrivals(header, pairs, capabilities)
     yield from _simpler_operations(header, pairs, capabilities)
     yield from _simpler_headers(header, pairs, capabilities)
     yield _renumbered(trace, capabilities)
@@ -235,6 +237,22 @@ def _earlier_finishes(header: Header, pairs: Pairs, capabilities: Capabilities) 
                 for start in range(min(end, len(rest))):
                     moved = [*rest[:start], (operation, accepted), *rest[start:]]
                     yield repair(header, moved, capabilities)
+
+
+def _joined_arrivals(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:
+    """Two batches that come in one after the other may as well come in as one."""
+    arrivals = [i for i, (operation, _) in enumerate(pairs) if isinstance(operation, Admit | Seed)]
+    for first, second in itertools.pairwise(arrivals):
+        one, other = pairs[first][0], pairs[second][0]
+        assert isinstance(one, Admit | Seed)
+        assert isinstance(other, Admit | Seed)
+        joined = with_rows(one, one.rows + other.rows)
+        rest = pairs[second + 1 :]
+        if rest and isinstance(rest[0][0], Merge | Adopt):
+            rest = rest[1:]
+        yield repair(
+            header, [*pairs[:first], (joined, {}), *pairs[first + 1 : second], *rest], capabilities
+        )
 
 
 def _redundant_steps(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from conformance.sut.host_request import HarnessGap
 from conformance.sut.surface import Settings
 
 if TYPE_CHECKING:
@@ -22,11 +23,18 @@ class _Stream:
     def __init__(self, order: list[str]) -> None:
         self._order = order
 
-    def wait_stream(self, other: _Stream) -> None:
+    def wait_stream(self, other: Any) -> None:
         self._order.append("drain")
+
+    wait_event = wait_stream
 
     def synchronize(self) -> None:
         self._order.append("drain")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise HarnessGap(f"the tree asks for a stream's {name}, which the harness does not have")
 
 
 class DecodeServer:

@@ -23,6 +23,7 @@ from torch import Tensor
 from conformance.observation import FEW_ROWS, Observation, Outcome
 from conformance.sut.decode_server import DecodeServer
 from conformance.sut.fields import guess
+from conformance.sut.host_request import HarnessGap, HostRequest
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.laws import Laws
 from conformance.sut.surface import (
@@ -56,76 +57,6 @@ from generators.operations import (
 from generators.protocol import Effect, Request
 from generators.values import STRIDE
 
-_ROW_WIDTH = STRIDE
-
-
-class HarnessGap(AttributeError):
-    """The tree reads something that the harness's request or pool does not have."""
-
-
-class HostRequest:
-    """A request as the tree sees it: lengths on the host, nothing to sample or to stream."""
-
-    is_prefill_only = False
-    multimodal_inputs = None
-    swa_branching_seqlen = None
-    beam_group = None
-    retraction_backup = None
-    retracted_stain = True  # its cached tokens were counted before
-    extend_len = 0
-    extend_range = Settings(length=0)
-
-    def __init__(self, request: Request, no_capture: Any) -> None:
-        self.rid = request.number
-        self.kv = self  # newer trees keep lengths and slot on ``req.kv``
-        self.req_pool_idx = request.slot
-        self.kv_committed_len = length = request.committed
-        # A prompt takes no memory: only its length is asked for.
-        self.origin_input_ids = self.prefix_indices = range(length)
-        self.prefix_len = self.extend_end = length
-        self.output_ids = [request.token]
-        self.kv_allocated_len = (length // STRIDE + 1) * STRIDE + _ROW_WIDTH
-        self.sampling_params = _SAMPLING
-        self.decode_batch_idx = 0
-        self.finished_flag = False
-        self.return_logprob = False
-        self.return_hidden_states = False
-        self.return_hidden_states_mode = no_capture
-        self.grammar = None
-
-    def finished(self) -> bool:
-        return self.finished_flag
-
-    @property
-    def seqlen(self) -> int:
-        """Tokens that the host knows of, the bonus token included."""
-        return self.kv_committed_len + 1
-
-    def refresh_fill_ids(self) -> None:
-        """The ids that are prefilled matter to nobody here."""
-
-    _refresh_fill_ids = refresh_fill_ids
-
-    def init_next_round_input(self, tree_cache: Any) -> None:
-        """The prompt is in the pool already; there is no prefix to look for."""
-
-    def set_extend_range(self, start: int, end: int) -> None:
-        self.extend_end = end
-
-    def copy(self, committed: int) -> HostRequest:
-        """The same request with lengths of its own, of which the host knows `committed`."""
-        other = copy.copy(self)
-        other.kv = other
-        other.kv_committed_len = committed
-        return other
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise HarnessGap(f"the tree reads Req.{name}, which the harness does not have")
-
-
-_SAMPLING = Settings(top_k=1)
 _SPOILED = object()
 """What every batch field holds in the middle of a forward."""
 
@@ -389,9 +320,8 @@ class Driver:
 
     def _rows_held(self, batch: Any) -> Settings:
         """The batch's fields that have one value per row, as an object of their own."""
-        rows = len(batch.reqs)
-        values = zip(self._batch_fields, self._batch_values(batch), strict=True)
-        return Settings(**{name: value for name, value in values if _count(value) == rows})
+        rows, held = len(batch.reqs), vars(batch).items()
+        return Settings(**{name: value for name, value in held if _count(value) == rows})
 
     def _changed(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> list[str]:
         """Batch fields that are not the same object any more."""

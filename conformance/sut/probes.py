@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 
-from conformance.sut.driver import Driver, HarnessGap
+from conformance.sut.driver import Driver
+from conformance.sut.host_request import HarnessGap
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.surface import Surface
 from generators.operations import Admit, Adopt, Header, Seed

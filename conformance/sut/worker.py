@@ -78,7 +78,7 @@ def _send(stream: TextIO, **message: Any) -> None:
 def _describe(error: BaseException) -> dict[str, Any]:
     """An error for the parent: whose it is, in one line, and the trace for the suite's own."""
     from conformance.errors import UserError
-    from conformance.sut.driver import HarnessGap
+    from conformance.sut.host_request import HarnessGap
     from conformance.sut.isolation import StandInUsed
 
     if isinstance(error, UserError):
