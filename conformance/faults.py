@@ -353,6 +353,7 @@ FAULTS: tuple[Fault, ...] = (
         "Publishing a length invalidates the bonus token of the padding row.",
         (_publish("Assign", 3, after("self.output_tokens_buf[0] = 0")),),
         ("P2", "phantom-row"),
+        also=(("P7", "phantom-row"),),
     ),
     Fault(
         "stash-keeps-unread",
@@ -666,6 +667,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         ("I5", "phantom-row"),
+        also=(("F6", "wrong-owner"),),
     ),
     Fault(
         "idle-token-dtype",
@@ -872,7 +874,7 @@ FAULTS: tuple[Fault, ...] = (
             _copy("Subscript", 0, "{1}"),
             _batch_filter("Assign", 9, "self.reqs[:] = [self.reqs[i] for i in keep_indices]"),
         ),
-        ("F6", "wrong-owner"),
+        ("F6", "missing-row"),
     ),
     # Mixed batches.
     Fault(

@@ -381,7 +381,8 @@ def _written(channel: str) -> Check:
         first = (inside or details)[0]
         before = context.previous.get(aspect)
         if not inside:
-            clause, anomaly = ("P2" if first.row else "P7"), "phantom-row"
+            padding = all(detail.row == 0 for detail in details)
+            clause, anomaly = ("P7" if padding else "P2"), "phantom-row"
         elif _narrowed(first.expected, first.observed) and channel == "tokens":
             clause, anomaly = "P4", "wrong-type"
         elif before is not None and int(before[first.row]) == first.observed:

@@ -205,6 +205,7 @@ def _candidates(trace: Trace, capabilities: Capabilities) -> Iterator[Trace]:
     yield from _earlier_finishes(header, pairs, capabilities)
     yield from _redundant_steps(header, pairs, capabilities)
     yield from _joined_arrivals(header, pairs, capabilities)
+    yield from _preempted(header, pairs, capabilities)
     yield from _simpler_operations(header, pairs, capabilities)
     yield from _simpler_headers(header, pairs, capabilities)
     yield _renumbered(trace, capabilities)
@@ -246,7 +247,9 @@ def _joined_arrivals(header: Header, pairs: Pairs, capabilities: Capabilities) -
         one, other = pairs[first][0], pairs[second][0]
         assert isinstance(one, Admit | Seed)
         assert isinstance(other, Admit | Seed)
-        joined = with_rows(one, one.rows + other.rows)
+        # A mixed batch has its own rows first.
+        rows = other.rows + one.rows if isinstance(other, Mixed) else one.rows + other.rows
+        joined = with_rows(one, rows)
         rest = pairs[second + 1 :]
         if rest and isinstance(rest[0][0], Merge | Adopt):
             rest = rest[1:]
@@ -265,6 +268,24 @@ def _redundant_steps(header: Header, pairs: Pairs, capabilities: Capabilities) -
                 redundant = replace(step, redundant=(*step.redundant, operation.request))
                 rest = [*pairs[index + 1 : end], *pairs[end + 1 :]]
                 yield repair(header, [*pairs[:index], (redundant, accepted), *rest], capabilities)
+
+
+def _preempted(header: Header, pairs: Pairs, capabilities: Capabilities) -> Iterator[Trace]:
+    """A request that is preempted leaves at once: it need not end first."""
+    for end, (operation, accepted) in enumerate(pairs):
+        filters = [i for i in range(end + 1, len(pairs)) if isinstance(pairs[i][0], Filter)]
+        if not filters:
+            return
+        ends: tuple[int, ...] = ()
+        kept: Pairs = []
+        if isinstance(operation, Finish):
+            ends = (operation.request,)
+        elif isinstance(operation, Step) and operation.redundant:
+            ends, kept = operation.redundant, [(replace(operation, redundant=()), accepted)]
+        leave = filters[0]
+        for number in ends:
+            middle: Pairs = [*pairs[end + 1 : leave], (Preempt((number,)), {})]
+            yield repair(header, [*pairs[:end], *kept, *middle, *pairs[leave + 1 :]], capabilities)
 
 
 def _simpler_operations(
