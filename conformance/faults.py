@@ -352,8 +352,7 @@ FAULTS: tuple[Fault, ...] = (
         "publish-clears-tokens",
         "Publishing a length invalidates the bonus token of the padding row.",
         (_publish("Assign", 3, after("self.output_tokens_buf[0] = 0")),),
-        ("P2", "phantom-row"),
-        also=(("P7", "phantom-row"),),
+        ("P7", "phantom-row"),
     ),
     Fault(
         "stash-keeps-unread",

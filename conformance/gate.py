@@ -240,10 +240,14 @@ def _describe(sides: Sequence[_Side], pool: Pool) -> None:
             side.surface = {**surface, "features": sorted(features)}
 
 
+_FORBIDS = frozenset({"filters_first"})
+"""Capabilities that leave fewer traces to a tree that has them."""
+
+
 def _common(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """What both trees can do."""
     return {
-        name: one[name] and other[name] if type(one[name]) is bool else min(one[name], other[name])
+        name: max(one[name], other[name]) if name in _FORBIDS else min(one[name], other[name])
         for name in one
     }
 

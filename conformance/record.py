@@ -130,10 +130,15 @@ _LEFT_OUT = frozenset(
 )
 """Aspects that are about the harness, or that are recorded as attributes and batch fields."""
 
-_RELAY_AT = frozenset({"relay", "stash", "resolve", "idle-resolve"})
+_RELAY_AT = frozenset({"relay", "stash", "resolve", "idle-resolve", "mixed-resolve", "seed"})
 """Calls after which all attributes of the relay are recorded."""
 
-_CHANNELS_AT = frozenset({"publish", "stash", "resolve", "admit-resolve", "idle-resolve"})
+_CHANNELS_AT = frozenset(
+    {
+        *("publish", "stash", "resolve", "admit-resolve", "idle-resolve"),
+        *("mixed-stash", "mixed-resolve", "seed"),
+    }
+)
 """Calls after which the relay's rows are recorded; at the others the model says they are kept."""
 
 
@@ -207,7 +212,7 @@ class _Recorder:
             self._born[name] = channel.clone(), torch.zeros_like(channel, dtype=torch.bool)
         born, written = self._born[name]
         written |= channel != born
-        if call == _WRITES[name]:
+        if call in _WRITES[name]:
             # A channel that is created when it is first written was never seen without.
             written[self.slots] = True
         return torch.where(written, channel, _NEVER_WRITTEN)
@@ -266,8 +271,8 @@ class _Place:
         self.seen: list[Seen] = []
 
 
-_WRITES = {"relay_tokens": "stash", "relay_lengths": "publish"}
-"""The call that writes a channel."""
+_WRITES = {"relay_tokens": ("stash", "seed"), "relay_lengths": ("publish", "seed")}
+"""The calls that write a channel at all rows of their batch."""
 
 _NEVER_WRITTEN = -(1 << 20)
 """Stands for what a relay row holds before its first write; no token, no length, no poison."""
@@ -276,9 +281,11 @@ _STAGED = frozenset({"spec_info", "prefill_input_ids_cpu"})
 """Batch fields that the hand-over itself takes and leaves."""
 
 _ROWS = ("spec_info", "reqs", "req_pool_indices", "req_pool_indices_cpu", "orig_seq_lens")
+_RESOLVED = ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "input_ids")
 _SAID: dict[str, tuple[str, ...]] = {
-    "resolve": ("seq_lens", "seq_lens_cpu", "seq_lens_sum", "spec_info", "input_ids"),
-    **dict.fromkeys(("filter", "absorb-filter", "retract", "merge"), _ROWS),
+    "resolve": _RESOLVED,
+    "mixed-resolve": (*_RESOLVED, "prefix_lens", "out_cache_loc"),
+    **dict.fromkeys(("filter", "absorb-filter", "retract", "preempt", "merge"), _ROWS),
 }
 """Batch fields whose values are aspects of their call already."""
 

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 
 FEATURES = {
     "idle": "idle batches occur with DFlash",
+    "mixed": "a prefill may take the running batch along (mixed chunked prefill)",
+    "seed": "requests may arrive prefilled, from a prefill server",
+    "skips_finishing": "a request whose last token, by length, is in flight leaves the batch",
+    "filters_first": "the running batch is filtered before a prefill batch is formed",
     "debug": "debug assertions",
     "freshness": "debug: a publish is consumed once",
     "host_index_filter": "filter_batch takes host indices beside device indices",
@@ -42,6 +46,8 @@ THINGS = {
     "input_ids": "input_ids",
     "seq_lens": "seq_lens",
     "staged": "staged inputs",
+    "prefix": "prefix_lens of a mixed batch",
+    "kv_slots": "KV slots of a mixed batch (out_cache_loc)",
     "batch": "batch fields that it sets",
     "changed": "batch fields not restored after a forward",
     "views": "rows that share storage with those before",
@@ -56,6 +62,8 @@ THINGS = {
     "twice.tokens": "whether consuming tokens twice is refused",
     "twice.lengths": "whether consuming lengths twice is refused",
     "unchanged": "whether an idle step leaves events, flags and buffers alone",
+    "appeared": "buffers that the relay creates",
+    "order": "what a seed waits for and publishes, in order",
     "forms": "which operands are relayed",
     "outcome": "outcome",
     "error": "exception",
@@ -72,11 +80,18 @@ _CALLS = (
     "resolve",
     "admit-resolve",
     "idle-resolve",
+    "mix",
+    "mixed-stash",
+    "mixed-resolve",
+    "seed",
     "filter",
     "absorb-filter",
     "retract",
+    "preempt",
     "merge",
     "idle",
+    "copy",
+    "results",
 )
 """Calls of the hand-over itself, in the order of a step; laws and wild uses come after them."""
 

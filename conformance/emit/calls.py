@@ -7,10 +7,10 @@ its builders and of ``filter_batch``. Nothing in it probes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from conformance.observation import merge_call
-from conformance.sut.surface import Surface
+from conformance.sut.surface import SLOTS_APART, Surface
 from generators.operations import (
     Admit,
     Adopt,
@@ -20,9 +20,13 @@ from generators.operations import (
     Idle,
     Law,
     Merge,
+    Mixed,
     Operation,
+    Preempt,
     Retract,
+    Seed,
     Step,
+    Sync,
 )
 from generators.protocol import Effect, Request
 
@@ -38,7 +42,8 @@ class Call:
         name: as the driver observes it; "" where nothing is observed.
         lines: statements.
         batch, draft, right: the batch, the draft input and the right operand, as expressions.
-        fresh: whether it starts from operands of its own.
+        holder: the batch whose tensors others hold, where it is not `batch`.
+        operands: statements that make operands of its own, which stand before `lines`.
     """
 
     name: str
@@ -46,7 +51,8 @@ class Call:
     batch: str = ""
     draft: str = ""
     right: str = ""
-    fresh: bool = False
+    holder: str = ""
+    operands: list[str] = field(default_factory=list)
 
 
 def values(numbers: Sequence[int]) -> str:
@@ -73,16 +79,20 @@ class Script:
         self.operand = ""
         self.isolated = False
         self._turn = 0
-        self._chunk: int | None = None
+        self._prefill: list[Request] = []
         self._known: dict[tuple[int, int], int] = {}
         self._write: dict[type[Operation], Callable[[Operation, Effect], list[Call]]] = {
             Admit: self._admit,
+            Mixed: self._mixed,
+            Seed: self._seed,
             Adopt: self._absorb,
             Merge: self._absorb,
             Step: self._step,
-            Finish: self._finish,
+            Sync: lambda *_: [_RESULT],
+            Finish: lambda _, effect: [_end(effect)],
             Filter: self._filter,
-            Retract: self._retract,
+            Retract: self._drop,
+            Preempt: self._drop,
             Idle: self._idle,
             Law: self._law,
         }
@@ -167,7 +177,12 @@ class Script:
                 f"{batch}.seq_lens_cpu = {batch}.seq_lens.cpu()",
                 f"{batch}.seq_lens_sum = int({batch}.seq_lens_cpu.sum())",
             ]
-        return [*calls, Call("", after)]
+        calls.append(Call("", after))
+        if self.header.overlap:
+            calls.append(Call("copy", [f"launched = {batch}.copy()"], batch))
+        if effect.landed is not None:
+            calls.append(_RESULT)
+        return [*calls, _end(effect)]
 
     def _within_isolation(self, batch: str, calls: list[Call]) -> list[Call]:
         """The same inside the scheduler's transaction, which must undo what a forward does."""
@@ -190,33 +205,76 @@ class Script:
     # -- operations -----------------------------------------------------------------------------
 
     def _admit(self, operation: Operation, effect: Effect) -> list[Call]:
-        assert isinstance(operation, Admit)
-        self._chunk = operation.chunk
+        lines = [*self._prefill_batch(effect, len(effect.slots)), *self._resolve("prefill")]
+        return [Call("admit-resolve", lines, "prefill"), *self._run_prefill(effect)]
+
+    def _prefill_batch(self, effect: Effect, count: int) -> list[str]:
+        """A prefill batch of the effect's first `count` rows."""
         lines = []
-        for request in effect.requests:
+        for request in effect.requests[:count]:
             key = (request.number, request.generation)
             if key in self._known:
                 lines.append(f"r{request.number}.kv_committed_len = {request.length}")
             else:
                 lines.append(f"r{request.number} = Request({request.number}, {request.length})")
             self._known[key] = request.length
-        names = ", ".join(f"r{request.number}" for request in effect.requests)
-        lines += [
-            f"prefill = make_batch([{names}], {effect.slots}, {effect.lengths})",
-            *self._resolve("prefill"),
-        ]
+        requests, slots = _names(effect.requests[:count]), effect.slots[:count]
+        batch = f"make_batch([{requests}], {slots}, {effect.lengths[:count]})"
+        return [*lines, f"prefill = {batch}"]
+
+    def _run_prefill(self, effect: Effect) -> list[Call]:
+        self._prefill = effect.requests
         build = self._build(
             f"ints({values(effect.tokens)})",
             "prefill.seq_lens",
             "prefill.seq_lens_cpu",
             prefill=True,
         )
-        resolve = Call("admit-resolve", lines, "prefill")
-        return [resolve, *self._forward("prefill", effect, build)]
+        return self._forward("prefill", effect, build)
+
+    def _mixed(self, operation: Operation, effect: Effect) -> list[Call]:
+        count = len(effect.slots) - len(effect.committed)
+        slots, before = effect.slots[:count], [length - 1 for length in effect.lengths[:count]]
+        kv_slots = [slot * SLOTS_APART + at for slot, at in zip(slots, before, strict=True)]
+        prepare = self._prepare(effect.requests[count:], effect.committed)
+        lines = [
+            "# Of every prompt the last token is prefilled, the others are cached.",
+            f"prefill.prefix_lens, prefill.extend_lens = {before}, {[1] * count}",
+            f"prefill.extend_num_tokens = {count}",
+            f"prefill.extend_logprob_start_lens = {[0] * count}",
+            f"prefill.out_cache_loc = ints({values(kv_slots)})",
+            "prefill.mix_with_running(running)",
+        ]
+        calls = [
+            Call("prepare", [*self._prefill_batch(effect, count), *prepare], "running"),
+            Call("mix", lines, "prefill", holder="running"),
+        ]
+        if not self.header.overlap:
+            pending = f"running.req_pool_indices, ints({values(effect.pending)})"
+            stash = f"relay.stash_bonus_tokens({pending})"
+            calls.append(Call("mixed-stash", [stash], "prefill"))
+        calls.append(Call("mixed-resolve", self._resolve("prefill"), "prefill"))
+        return [*calls, *self._run_prefill(effect)]
+
+    def _seed(self, operation: Operation, effect: Effect) -> list[Call]:
+        self._prefill = effect.requests
+        lines = []
+        for request, slot, token in zip(effect.requests, effect.slots, effect.tokens, strict=True):
+            self._known[request.number, request.generation] = request.length
+            arguments = values([request.number, slot, request.length, token])
+            lines.append(f"r{request.number} = PrefilledRequest({arguments})")
+        lines += [
+            f"prefill = make_batch([{_names(effect.requests)}], [], [])",
+            "prefill.prefill_input_ids_cpu = None",
+            "prefill.prepare_for_prebuilt()",
+            "prefill.process_prebuilt(relay)",
+        ]
+        return [Call("seed", lines, "prefill")]
 
     def _absorb(self, operation: Operation, effect: Effect) -> list[Call]:
-        chunked = f"[r{self._chunk}]" if self._chunk is not None else ""
-        calls = [Call("absorb-filter", [f"prefill.filter_batch({chunked})"], "prefill")]
+        chunked = _names([self._prefill[row] for row in effect.left_out])
+        excluded = f"[{chunked}]" if chunked else ""
+        calls = [Call("absorb-filter", [f"prefill.filter_batch({excluded})"], "prefill")]
         if effect.stays and isinstance(operation, Adopt):
             calls.append(Call("", ["running = prefill"]))
         elif effect.stays:
@@ -225,14 +283,8 @@ class Script:
         return calls
 
     def _step(self, operation: Operation, effect: Effect) -> list[Call]:
-        assert isinstance(operation, Step)
-        lines = [
-            *self._committed(effect.requests, effect.committed),
-            "running.forward_mode = ForwardMode.DECODE",
-            "running.spec_info.prepare_for_decode(running)",
-        ]
         calls = [
-            Call("prepare", lines, "running"),
+            Call("prepare", self._prepare(effect.requests, effect.committed), "running"),
             Call("resolve", self._resolve("running"), "running"),
         ]
         rows, turn = len(effect.slots), self._turn
@@ -248,29 +300,31 @@ class Script:
             fill = []
         carried = "running.spec_info.reserved_seq_lens_cpu"
         build = fill + self._build(tokens, lengths, carried, prefill=False)
-        calls += self._forward("running", effect, build)
-        done = [f"r{number}.done = True" for number in operation.redundant]
-        return [*calls, Call("", done)]
+        return [*calls, *self._forward("running", effect, build)]
 
-    def _committed(self, requests: Sequence[Request], committed: Sequence[int]) -> list[str]:
+    def _prepare(self, requests: Sequence[Request], committed: Sequence[int]) -> list[str]:
+        """What the running batch goes through before it decodes."""
         lines = []
         for request, length in zip(requests, committed, strict=True):
             key = (request.number, request.generation)
             if self._known[key] != length:
                 self._known[key] = length
                 lines.append(f"r{request.number}.kv_committed_len = {length}")
-        return lines
-
-    def _finish(self, operation: Operation, effect: Effect) -> list[Call]:
-        assert isinstance(operation, Finish)
-        return [Call("", [f"r{operation.request}.done = True"])]
+        return [
+            *lines,
+            "running.forward_mode = ForwardMode.DECODE",
+            "running.spec_info.prepare_for_decode(running)",
+        ]
 
     def _filter(self, operation: Operation, effect: Effect) -> list[Call]:
-        return [Call("filter", ["running.filter_batch()"], "running")]
+        assert isinstance(operation, Filter)
+        leaving = ", ".join(f"r{number}" for number in operation.leaving)
+        excluded = f"[{leaving}]" if leaving else ""
+        return [Call("filter", [f"running.filter_batch({excluded})"], "running")]
 
-    def _retract(self, operation: Operation, effect: Effect) -> list[Call]:
+    def _drop(self, operation: Operation, effect: Effect) -> list[Call]:
         lines = [f"running.filter_batch(keep_indices={effect.keep})"]
-        return [Call("retract", lines, "running")]
+        return [Call(operation.op, lines, "running")]
 
     def _empty_batch(self, name: str) -> list[str]:
         return [
@@ -303,6 +357,8 @@ class Script:
         if operation.law == "idle":
             lines = ["idle = DFlashDraftInputV2.create_idle_input(DEVICE)"]
             return [Call("idle-input", lines, draft="idle")]
+        if operation.law == "lookup":
+            return [self._lookup(operation, effect)]
         if operation.law == "consume-twice":
             return [self._consume(effect)]
         if operation.law == "resolve-nothing":
@@ -313,23 +369,23 @@ class Script:
             ]
             return [Call("resolve-nothing", lines, "nothing")]
         if operation.law == "filter":
-            calls = [Call("law-filter", [whole, filter_], draft="draft", fresh=True)]
+            calls = [Call("law-filter", [filter_], draft="draft", operands=[whole])]
             if "new_indices_cpu" in self.surface.filter_arguments:
-                twin = [
-                    f"twin = operand(0, {rows})",
-                    f"twin.filter_batch(ints({values(keep)}), new_indices_cpu={keep})",
-                ]
-                calls.append(Call("law-host-path", twin, draft="twin", fresh=True))
+                twin = f"twin.filter_batch(ints({values(keep)}), new_indices_cpu={keep})"
+                operand = [f"twin = operand(0, {rows})"]
+                calls.append(Call("law-host-path", [twin], draft="twin", operands=operand))
             return calls
+        if operation.law == "permute":
+            return [Call("law-permute", [filter_], draft="draft", operands=[whole])]
         if operation.law == "compose":
             then = self._filter_draft("draft", list(operation.then))
             return [
-                Call("law-filter", [whole, filter_], draft="draft", fresh=True),
+                Call("law-filter", [filter_], draft="draft", operands=[whole]),
                 Call("law-compose", [then], draft="draft"),
             ]
         if operation.law == "keep-all":
-            lines = [whole, self._filter_draft("draft", list(range(rows)))]
-            return [Call("law-keep-all", lines, draft="draft", fresh=True)]
+            lines = [self._filter_draft("draft", list(range(rows)))]
+            return [Call("law-keep-all", lines, draft="draft", operands=[whole])]
         if operation.law == "merge":
             return [self._merge(cut, rows)]
         if operation.law == "associate":
@@ -342,19 +398,19 @@ class Script:
                 self._merge(cut, rows),
                 Call(
                     "law-filter",
-                    [f"left, right = {left}, {right}", mine],
+                    [mine],
                     draft="left",
-                    fresh=True,
+                    operands=[f"left, right = {left}, {right}"],
                 ),
                 Call("law-filter", [theirs], draft="right"),
                 Call("law-distribute", ["left.merge_batch(right)"], draft="left"),
             ]
         assert operation.law == "neutral"
-        first = [f"left, idle = operand(0, {rows}), operand(0, 0)", "left.merge_batch(idle)"]
-        second = [f"idle, right = operand(0, 0), operand(0, {rows})", "idle.merge_batch(right)"]
+        first = [f"left, idle = operand(0, {rows}), operand(0, 0)"]
+        second = [f"idle, right = operand(0, 0), operand(0, {rows})"]
         return [
-            Call("law-neutral", first, draft="left", fresh=True),
-            Call("law-neutral", second, draft="idle", fresh=True),
+            Call("law-neutral", ["left.merge_batch(idle)"], draft="left", operands=first),
+            Call("law-neutral", ["idle.merge_batch(right)"], draft="idle", operands=second),
         ]
 
     def _filter_draft(self, draft: str, keep: list[int]) -> str:
@@ -364,21 +420,19 @@ class Script:
         return f"{draft}.filter_batch(ints({values(keep)}){more})"
 
     def _merge(self, cut: int, rows: int) -> Call:
-        lines = [
-            f"left, right = operand(0, {cut}), operand({cut}, {rows})",
-            "left.merge_batch(right)",
-        ]
-        name = merge_call(0, cut, rows)
-        return Call(name, lines, draft="left", right="right", fresh=True)
+        operands = [f"left, right = operand(0, {cut}), operand({cut}, {rows})"]
+        name, lines = merge_call(0, cut, rows), ["left.merge_batch(right)"]
+        return Call(name, lines, draft="left", right="right", operands=operands)
 
     def _associate(self, cut: int, rows: int) -> list[Call]:
         one, two = sorted((cut, rows // 2))
-        parts = f"a, b, c = operand(0, {one}), operand({one}, {two}), operand({two}, {rows})"
+        parts = [f"a, b, c = operand(0, {one}), operand({one}, {two}), operand({two}, {rows})"]
+        later, earlier = merge_call(one, two, rows), merge_call(0, one, two)
         return [
             self._merge(rows // 2, rows),
-            Call(merge_call(one, two, rows), [parts, "b.merge_batch(c)"], draft="b", fresh=True),
+            Call(later, ["b.merge_batch(c)"], draft="b", operands=parts),
             Call("law-associate", ["a.merge_batch(b)"], draft="a"),
-            Call(merge_call(0, one, two), [parts, "a.merge_batch(b)"], draft="a", fresh=True),
+            Call(earlier, ["a.merge_batch(b)"], draft="a", operands=parts),
             Call("law-associate", ["a.merge_batch(c)"], draft="a"),
         ]
 
@@ -397,9 +451,10 @@ class Script:
                 for line in self._build(self._tokens("*tokens"), "ints(*lengths)", prefill=False)
             ),
         ]
-        if law.form == "relayed" or law.law in ("consume-twice", "resolve-nothing"):
+        resolved = law.law in ("lookup", "consume-twice", "resolve-nothing")
+        if law.form == "relayed" or resolved:
             lines.append(f"    draft.future_indices = ints(*{effect.slots}[first:last])")
-        if law.mirrors:
+        if law.mirrors and not resolved:
             for offset, mirror in enumerate(self.surface.draft_fields("mirror"), 1):
                 lines += [
                     f"    draft.{mirror.name} = torch.tensor(",
@@ -410,17 +465,60 @@ class Script:
                     lines.append(f"    draft.{mirror.sums} = int(draft.{mirror.name}.sum())")
         return "\n".join([*lines, "    return draft"])
 
-    def _consume(self, effect: Effect) -> Call:
+    def _own_relay(self, effect: Effect) -> list[str]:
+        """A relay of its own in which the running rows have just been written."""
+        slots = f"ints({values(effect.slots)})"
+        written = self.payload(f"operand(0, {len(effect.slots)})")
+        return [
+            "own = FutureMap(",
+            "    DEVICE, SpeculativeAlgorithm.DFLASH, POOL, needs_cpu_seq_lens=False",
+            ")",
+            f"own.publish({slots}, ints({values(effect.lengths)}))",
+            f"own.stash({slots}, {written})",
+        ]
+
+    def _own_batch(self, draft: str, effect: Effect, keep: Sequence[int]) -> list[str]:
+        """A batch of some of the running rows that carries `draft`."""
+        slots, lengths = ([of[i] for i in keep] for of in (effect.slots, effect.lengths))
         lines = [
-            "relay = FutureMap(DEVICE, SpeculativeAlgorithm.DFLASH, POOL)",
-            f"batch = make_batch([], {effect.slots}, {effect.lengths})",
+            f"batch = make_batch([], {slots}, {lengths})",
             "batch.prefill_input_ids_cpu = None",
-            f"batch.spec_info = operand(0, {len(effect.slots)})",
+            f"batch.spec_info = {draft}",
         ]
         if "direct_carry" in self.surface.features:
             lines.append("batch.spec_info.direct_carry_valid = False")
-        lines += [
-            "relay.publish(batch.req_pool_indices, batch.seq_lens)",
-            f"relay.stash(batch.req_pool_indices, {self.payload('batch.spec_info')})",
+        return lines
+
+    def _lookup(self, law: Law, effect: Effect) -> Call:
+        rows = len(effect.slots)
+        lines = [
+            f"draft, right = operand(0, {law.cut}), operand({law.cut}, {rows})",
+            "draft.merge_batch(right)",
         ]
-        return Call("consume-twice", lines, "batch")
+        if list(law.keep) != list(range(rows)):
+            lines.append(self._filter_draft("draft", list(law.keep)))
+        lines += [
+            *self._own_batch("draft", effect, law.keep),
+            "own.resolve_seq_lens_cpu(batch)",
+            "resolve_forward_inputs(batch, own)",
+        ]
+        return Call("law-lookup", [*self._own_relay(effect), *lines], "batch", "draft")
+
+    def _consume(self, effect: Effect) -> Call:
+        rows = len(effect.slots)
+        batch = self._own_batch(f"operand(0, {rows})", effect, range(rows))
+        return Call("consume-twice", [*self._own_relay(effect), *batch], "batch")
+
+
+_RESULT = Call("results", [], "launched")
+"""The host processes a result: it finds the batch as it was launched."""
+
+
+def _names(requests: Sequence[Request]) -> str:
+    """Requests as the variables that hold them."""
+    return ", ".join(f"r{request.number}" for request in requests)
+
+
+def _end(effect: Effect) -> Call:
+    """The host learns of ends; filters leave such requests out."""
+    return Call("", [f"r{request.number}.done = True" for request in effect.ended])

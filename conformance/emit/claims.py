@@ -37,8 +37,13 @@ _VALUES = {
     "host": "{batch}.seq_lens_cpu",
     "host_sum": "{batch}.seq_lens_sum",
     "staged": "[{batch}.input_ids, {batch}.prefill_input_ids_cpu]",
+    "prefix": "{batch}.prefix_lens",
+    "kv_slots": "{batch}.out_cache_loc",
 }
 """Where the values are that only have to be equal."""
+
+_BUFFERS = "{name for name, value in vars(relay).items() if torch.is_tensor(value)}"
+"""Names of all tensors that the relay holds."""
 
 Lines = list[str]
 
@@ -71,6 +76,7 @@ class Claims:
             "sums": self._sums,
             "copied": self._copied,
             "aliased": self._aliased,
+            "appeared": self._appeared,
             "unchanged": self._unchanged,
             "changed": self._changed,
             "forms": self._forms,
@@ -121,7 +127,7 @@ class Claims:
             return f"relay.{surface.length_channel}"
         if aspect == "tokens":
             return f"{draft}.{surface.token_field}"
-        if aspect == "lengths" and call.name == "resolve":
+        if aspect == "lengths" and call.name in ("resolve", "law-lookup"):
             return f"{call.batch}.seq_lens"
         return _VALUES[aspect].format(batch=call.batch, draft=draft)
 
@@ -139,7 +145,7 @@ class Claims:
         if not isinstance(value, Tensor):
             return [], self._equal(place, repr(value))
         after = self._equal(f"seen({place})", content(value))
-        if self.difference.clause == "R3":
+        if self.difference.clause in ("R3", "R10"):
             after.append(f"self.assertTrue({place}.is_contiguous(), RULE)")
         return [], after
 
@@ -186,8 +192,18 @@ class Claims:
         ]
 
     def _copied(self, call: Call, expected: Observation) -> tuple[Lines, Lines]:
-        field = "new_seq_lens" if call.name == "publish" else self.surface.token_field
-        return [], self._separate(f"draft.{field}", self._channels())
+        lengths, tokens = "new_seq_lens", self.surface.token_field
+        written = {"publish": [lengths], "stash": [tokens], "seed": [tokens, lengths]}
+        return [], [
+            line
+            for name in written[call.name]
+            for line in self._separate(f"{_draft(call)}.{name}", self._channels())
+        ]
+
+    def _appeared(self, call: Call, expected: Observation) -> tuple[Lines, Lines]:
+        channels = ", ".join(f'"{name.removeprefix("relay.")}"' for name in self._channels())
+        before = [f"buffers = {_BUFFERS}", f"buffers |= {{{channels}}}  # these may be made here"]
+        return before, self._equal(f"{_BUFFERS} - buffers", "set()")
 
     def _aliased(self, call: Call, expected: Observation) -> tuple[Lines, Lines]:
         return [], [
@@ -197,9 +213,8 @@ class Claims:
         ]
 
     def _unchanged(self, call: Call, expected: Observation) -> tuple[Lines, Lines]:
-        held = "{name for name, value in vars(relay).items() if torch.is_tensor(value)}"
-        before = [f"buffers = {held}"]
-        after = self._equal(held, "buffers")
+        before = [f"buffers = {_BUFFERS}"]
+        after = self._equal(_BUFFERS, "buffers")
         if self.scene.armed:
             before.append("relay.publish_ready = mock.Mock()")
             after += self._equal("relay.publish_ready.mock_calls", "[]")
@@ -225,12 +240,15 @@ class Claims:
     def _held(self, call: Call, expected: Observation) -> tuple[Lines, Lines]:
         if "held" not in expected.aspects:
             return [], []
-        draft = _draft(call)
+        batch = call.holder or call.batch
+        draft = f"{batch}.spec_info" if call.holder else _draft(call)
         held = [f"{draft}.{name}" for name in self.scene.parts]
-        if call.batch:
-            held.insert(0, f"{call.batch}.req_pool_indices")
+        if batch:
+            held.insert(0, f"{batch}.req_pool_indices")
         return [
-            f"held = [{', '.join(held)}]",
+            "held = [",
+            *(f"    {tensor}," for tensor in held),
+            "]",
             "before = [seen(tensor) for tensor in held]",
         ], self._equal("[seen(tensor) for tensor in held]", "before")
 
@@ -274,14 +292,12 @@ class Claims:
     def _consume_twice(self, call: Call, expected: Observation) -> tuple[Lines, Lines]:
         lengths = self.difference.aspect == "lengths"
         resolve = (
-            "relay.resolve_seq_lens_cpu(batch)"
-            if lengths
-            else "resolve_forward_inputs(batch, relay)"
+            "own.resolve_seq_lens_cpu(batch)" if lengths else "resolve_forward_inputs(batch, own)"
         )
         return [], [
             resolve,
             "# Writing the padding row arms the relay again; the rows are consumed all the same.",
-            "relay.publish(ints(0), ints(1))",
+            "own.publish(ints(0), ints(1))",
             "with self.assertRaises(RuntimeError, msg=RULE):",
             f"    {resolve}",
         ]

@@ -18,9 +18,10 @@ from conformance.errors import UserError
 from conformance.observation import Observation
 from conformance.oracle import Oracle
 from conformance.replay import facts_of
+from conformance.sut.driver import table_width
 from conformance.sut.surface import Surface, make_draft_input, make_pool, make_relay
 from conformance.verdict import Difference
-from generators.operations import Law, Operation, Trace, Wild
+from generators.operations import Admit, Idle, Law, Mixed, Operation, Step, Trace, Wild
 from generators.protocol import State, apply
 from reference.clauses import CLAUSES
 
@@ -46,6 +47,11 @@ def emit(surface: Surface, deviation: dict[str, Any]) -> str:
             "no test was written: an attribute that this suite's census does not know is nothing "
             "that a test of SGLang can assert; declare it with --declare"
         )
+    if difference.clause == "R13":
+        raise UserError(
+            "no test was written: which stream waits for which is decided in the scheduler around "
+            "these calls, and a test of the calls alone cannot assert it"
+        )
     trace = Trace.from_json(deviation["trace"])
     text = _text(surface, trace, difference)
     if difference.anomaly != "crash":
@@ -58,6 +64,8 @@ def emit(surface: Surface, deviation: dict[str, Any]) -> str:
 def _text(surface: Surface, trace: Trace, difference: Difference) -> str:
     *before, last = trace.operations
     header = trace.header
+    launches = [n for n, o in enumerate(before, 1) if isinstance(o, Admit | Step | Idle)]
+    landing = launches[-1] if launches and difference.call == "results" else 0
     direct = "direct_carry" in surface.features
     script = Script(surface, header, buffers=direct or difference.aspect == "copied")
     state = State(header)
@@ -75,7 +83,7 @@ def _text(surface: Surface, trace: Trace, difference: Difference) -> str:
             pass
         body.append(f"# {number}. {operation.line()}")
         if not alone and not isinstance(operation, Law | Wild):  # these two work on copies
-            body += [line for call in script.calls(operation, effect) for line in call.lines]
+            body += _lines(script.calls(operation, effect), copy=number == landing)
     scene = Scene(
         _parts(surface, header.overlap, last),
         armed=header.overlap and state.admissions > 0,
@@ -103,9 +111,16 @@ def _text(surface: Surface, trace: Trace, difference: Difference) -> str:
         f"test_{difference.clause}_{difference.anomaly}".lower().replace("-", "_"),
         [*body, f"# {len(trace.operations)}. {last.line()}", *lines],
         script.operand,
+        table_width(trace),
         _NO_GPU if difference.call == "consume-twice" else "",
     )
     return render(surface, header, case)
+
+
+def _lines(calls: list[Call], *, copy: bool) -> list[str]:
+    """The lines of an operation's calls; the loop's copy of the batch only where it matters."""
+    wanted = [call for call in calls if copy or call.name != "copy"]
+    return [line for call in wanted for line in call.lines]
 
 
 _ROWS = "# All but the last of these operations only say which rows `operand` has."
@@ -117,8 +132,9 @@ def _parts(surface: Surface, overlap: bool, operation: Operation) -> tuple[str, 
     law = operation if isinstance(operation, Law) else None
     relayed = law.form == "relayed" if law else overlap
     rows = [field.name for field in surface.draft_fields("row")]
-    mirrors = [field.name for field in surface.draft_fields("mirror")] if law else []
-    return (*(["future_indices"] if relayed else rows), *(mirrors if law and law.mirrors else []))
+    mirrored = law.mirrors if law else isinstance(operation, Mixed)  # a prepared decode has them
+    mirrors = [field.name for field in surface.draft_fields("mirror")] if mirrored else []
+    return (*(["future_indices"] if relayed else rows), *mirrors)
 
 
 def _idle_layout(surface: Surface) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -138,18 +154,21 @@ def _deviating(
     claims: Claims,
 ) -> list[str]:
     """The lines of the last operation up to the call that deviates, and what must be true then."""
+    calls = [call for call in calls if call.name != "copy" or difference.call == "copy"]
     named = [number for number, call in enumerate(calls) if call.name == difference.call]
     asserted = difference.aspect != "error" and difference.anomaly != "crash"
     blocks: list[list[str]] = [[]]
     claimed = set()
     begins: dict[str, int] = {}
     for call in calls[: named[-1] + 1] if named else calls:
-        if call.fresh:
+        if call.operands:
             blocks.append([])
         block = blocks[-1]
+        block += call.operands
         begins[call.name] = len(block)
         block += call.lines
-        expected = next((o for o in expectations if o.call != "relay"), None) if call.name else None
+        seen = call.name not in ("", "copy")
+        expected = next((o for o in expectations if o.call != "relay"), None) if seen else None
         if expected is not None and asserted and call.name == difference.call:
             before, after = claims.of(call, expected)
             at = begins[BEGINS.get(call.name, call.name)]

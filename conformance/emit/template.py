@@ -12,7 +12,7 @@ from typing import Any
 
 from conformance.emit.calls import CARRIED
 from conformance.sut import surface as sut
-from conformance.sut.surface import Surface
+from conformance.sut.surface import SLOTS_APART, Surface
 from generators.operations import Header
 
 _GETTERS = ("get_spec", "get_server_args", "get_global_server_args")
@@ -22,7 +22,16 @@ _ALLOCATE = (
     "get_last_loc",
     "assign_req_to_token_pool_func",
 )
+_CACHE = ("checkpoint_kv_cache", "maybe_cache_unfinished_req")
 _UTILS = "sglang.srt.speculative.spec_utils"
+
+_MIXED = {
+    "seqlen": "@property\ndef seqlen(self):\n    return self.kv_committed_len + 1",
+    "refresh_fill_ids": "def refresh_fill_ids(self):\n    pass",
+    "_refresh_fill_ids": "def _refresh_fill_ids(self):\n    pass",
+    "set_extend_range": "def set_extend_range(self, start, end):\n    pass",
+}
+"""Methods of a request that a mixed batch calls where the tree names them."""
 
 IMPORTS = {
     "FutureMap": sut.RELAY,
@@ -51,9 +60,9 @@ SPEC = SimpleNamespace(
     enable_multi_layer_eagle=False,
 )""",
     "POOL": """
-# Row 0 of the request pool is padding.
+# Row 0 of the request pool is padding.<kv slots>
 POOL = SimpleNamespace(
-    req_to_token=torch.zeros((<pool>, 1), dtype=torch.int32, device=DEVICE),
+    req_to_token=<table>,
     req_generation=torch.zeros(<pool>, dtype=torch.int64),
 )""",
     "WORKER": """
@@ -90,7 +99,21 @@ class Request:
         self.kv = self
 
     def finished(self):
-        return self.done''',
+        return self.done<mixed>''',
+    "PrefilledRequest": '''
+class PrefilledRequest(Request):
+    """One that a prefill server has prefilled: its whole prompt is in the pool."""
+
+    <extend>
+    multimodal_inputs = None
+    retracted_stain = True  # its cached tokens were counted before
+    swa_branching_seqlen = None
+
+    def __init__(self, rid, slot, length, token):
+        super().__init__(rid, length)
+        self.req_pool_idx = slot
+        self.origin_input_ids = <prompt>
+        self.output_ids = [token]''',
     "SamplingRows": '''
 class SamplingRows:
     """Stands for the sampling parameters of a batch: whose row is whose."""
@@ -111,7 +134,7 @@ def make_batch(requests, slots, lengths):
     """A batch as the scheduler prepares it for a prefill."""
     batch = ScheduleBatch(
         reqs=requests,
-        model_config=SimpleNamespace(is_encoder_decoder=False),
+        model_config=SimpleNamespace(is_encoder_decoder=False<vocabulary>),
         token_to_kv_pool_allocator=SimpleNamespace(page_size=<page>),
         req_to_token_pool=POOL,
         tree_cache=SimpleNamespace(supports_swa=lambda: False),
@@ -143,6 +166,7 @@ class Case:
         name: of the method.
         body: its statements.
         operand: source of the function ``operand``, or "".
+        width: columns of the table of KV slots.
         skipped: decorator of the method, or "".
     """
 
@@ -151,6 +175,7 @@ class Case:
     name: str
     body: list[str]
     operand: str
+    width: int
     skipped: str
 
 
@@ -239,7 +264,14 @@ def _helpers(surface: Surface, header: Header, case: Case) -> dict[str, str]:
     """The definitions with the tree's and the trace's settings in them."""
     mode = "return_hidden_states_mode"
     modes = mode in vars(surface.schedule_batch)["__dataclass_fields__"]
+    code = "\n".join(case.body)
+    seeds, mixes = "PrefilledRequest(" in code, "mix_with_running(" in code
     settings = {
+        **(_prefilled(surface) if seeds else {}),
+        "<mixed>": _mixed(surface) if mixes else "",
+        "<vocabulary>": ", vocab_size=1 << 31" if seeds else "",
+        "<kv slots>": f" Position p of row r has KV slot {SLOTS_APART} * r + p." if mixes else "",
+        "<table>": _table(header.pool, case.width),
         "<rule>": _sentence(case.rule),
         "<block>": str(header.block),
         "<pool>": str(header.pool),
@@ -253,6 +285,47 @@ def _helpers(surface: Surface, header: Header, case: Case) -> dict[str, str]:
             text = text.replace(hole, value)
         texts[name] = text.strip("\n")
     return texts
+
+
+def _names_in(surface: Surface, method: str) -> set[str]:
+    """Names that a method of the tree's batch uses, its comprehensions included."""
+    codes = [inspect.unwrap(getattr(surface.schedule_batch, method)).__code__]
+    names: set[str] = set()
+    for code in codes:
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+    return names
+
+
+def _mixed(surface: Surface) -> str:
+    """What a mixed batch asks of a request beside."""
+    names = _names_in(surface, "mix_with_running")
+    methods = [source for name, source in _MIXED.items() if name in names]
+    return "".join("\n\n" + textwrap.indent(source, "    ") for source in methods)
+
+
+def _prefilled(surface: Surface) -> dict[str, str]:
+    """What the tree reads of a request that arrives prefilled."""
+    lengths = "prefix_len" in _names_in(surface, "prepare_for_prebuilt")
+    return {
+        "<extend>": "extend_len = 0" if lengths else "extend_range = SimpleNamespace(length=0)",
+        "<prompt>": "range(length)\n        self.prefix_len = length"
+        if lengths
+        else "self.prefix_indices = range(length)",
+    }
+
+
+def _table(rows: int, width: int) -> str:
+    """The pool's table of KV slots; where none is looked up its contents do not matter."""
+    if width == 1:
+        return f"torch.zeros(({rows}, 1), dtype=torch.int32, device=DEVICE)"
+    size = width + (rows - 1) * SLOTS_APART
+    lines = [
+        f"torch.arange({size}, dtype=torch.int32, device=DEVICE).as_strided(",
+        f"        ({rows}, {width}), ({SLOTS_APART}, 1)",
+        "    )",
+    ]
+    return "\n".join(lines)
 
 
 def _sentence(rule: str) -> str:
@@ -280,7 +353,14 @@ def _setup(surface: Surface, code: str) -> list[str]:
             names = inspect.unwrap(prepare).__code__.co_names
             # Which KV slots a step gets does not matter here.
             patches += [(f'"{sut.DRAFT}.{name}"',) for name in _ALLOCATE if name in names]
-    if ".stash(" in code:
+    if "process_prebuilt(" in code:
+        module = inspect.unwrap(surface.schedule_batch.process_prebuilt).__module__
+        sampling = "SimpleNamespace(from_schedule_batch=lambda batch, *_: batch.sampling_info)"
+        patches.append((f'"{module}.SamplingBatchInfo"', sampling))
+        # What the prefix cache makes of a prompt does not matter here.
+        names = _names_in(surface, "process_prebuilt")
+        patches += [(f'"{module}.{name}"',) for name in _CACHE if name in names]
+    if ".stash(" in code or "process_prebuilt(" in code:
         utilities = sys.modules.get(_UTILS)
         patches += _settings(_UTILS, getattr(utilities, "spec_need_hidden_states", None))
     if patches:

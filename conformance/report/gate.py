@@ -197,6 +197,9 @@ _LEGEND = (
     "- `build`: what the worker hands over. `publish`, `stash`: what the relay takes. `resolve`: "
     "what the next step gets back; `admit-resolve` before a prefill. `absorb-filter`: the filter "
     "of a prefill batch before it is merged or adopted. `restore`: the end of a forward.",
+    "- `mix`: a prefill takes the running batch along; `mixed-resolve`: what their forward gets. "
+    "`seed`: the rows of requests that arrive prefilled. `results`: a batch as it was launched, "
+    "when the host processes its result.",
     "- A *law* is an algebraic law on fresh draft inputs, a *wild use* one that nobody issues.",
     "- `int64[n]`: one row per request (or per slot of the relay); `_`: a row not written yet.",
 )
