@@ -76,7 +76,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("quick", 30_000, 20_000, 150, 4, (2, 3, 2), kernels=True),
-        Profile("pr", 260_000, 80_000, 1_000, 5, (3, 4, 2), both=True, kernels=True),
+        Profile("pr", 180_000, 60_000, 1_000, 5, (3, 4, 2), both=True, kernels=True),
         Profile("nightly", 8_000_000, 2_000_000, 20_000, 5, (4, 5, 2), both=True, kernels=True),
     )
 }
