@@ -832,6 +832,16 @@ FAULTS: tuple[Fault, ...] = (
         ("R9", "phantom-row"),
     ),
     Fault(
+        "absorb-keeps-the-ended",
+        "A prefill batch whose requests end before it is merged keeps their rows.",
+        (
+            _batch_filter(
+                "UnaryOp", 0, "({0} or (self.forward_mode.is_extend() and self.spec_info))"
+            ),
+        ),
+        ("R9", "phantom-row"),
+    ),
+    Fault(
         "leave-ignored",
         "A filter of the running batch does not leave out requests that finish in flight.",
         (_batch_filter("Compare", 2, "({0} or self.reqs[i].decode_batch_idx > 0)"),),

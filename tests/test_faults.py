@@ -26,6 +26,7 @@ from conformance.faults import (
     before,
 )
 from conformance.sut.source import locate
+from generators.exhaustive import Part, traces
 from reference.clauses import CLAUSES
 
 OPERATIONS, SEED = 6000, 1
@@ -48,8 +49,13 @@ class Found:
     refusal: str
 
 
-def run(root: Path, fault: Fault, faulty: bool, whole: bool) -> list[Found]:
-    """Check one tree, with the fault or without, until the first deviation or (`whole`) the end."""
+def run(
+    root: Path, fault: Fault, faulty: bool, whole: bool, part: Part | None = None
+) -> list[Found]:
+    """Check one tree, with the fault or without, until the first deviation or (`whole`) the end.
+
+    By random traces, or by all those of `part`.
+    """
     from conformance.engine import capabilities_for, check
     from conformance.sut.device import PlainDevice
     from conformance.sut.surface import open_tree
@@ -60,7 +66,11 @@ def run(root: Path, fault: Fault, faulty: bool, whole: bool) -> list[Found]:
     edits = faults.apply(fault.edits) if faulty else {}
     surface = open_tree(root, device, debug=fault.debug, edits=edits)
     assert edits.keys() <= surface.loader.loaded.keys(), "an edited module was never loaded"
-    result = check(surface, operations=OPERATIONS, seed=SEED, stop_at_first=not whole)
+    given = None
+    if part is not None:
+        found_by, _ = traces(part, surface.capabilities, debug=fault.debug, compiled=False)
+        given = found_by
+    result = check(surface, operations=OPERATIONS, seed=SEED, stop_at_first=not whole, given=given)
     found = []
     for deviation in result.deviations:
         try:
@@ -73,13 +83,15 @@ def run(root: Path, fault: Fault, faulty: bool, whole: bool) -> list[Found]:
     return found
 
 
-def in_process(fault: Fault, *, faulty: bool, whole: bool = False) -> list[Found]:
+def in_process(
+    fault: Fault, *, faulty: bool, whole: bool = False, part: Part | None = None
+) -> list[Found]:
     """:func:`run` in a process forked from one that has loaded torch and nothing of SGLang."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._inductor.config", "triton", "conformance.engine"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         root = locate(fault.release).root
-        return pool.submit(run, root, fault, faulty, whole).result(timeout=120)
+        return pool.submit(run, root, fault, faulty, whole, part).result(timeout=120)
 
 
 @functools.cache
@@ -102,6 +114,42 @@ def test_fault_is_reported_and_only_with_the_fault(name: str) -> None:
     assert (first.name, first.mode) == (fault.expect, "legal"), first.trace
     assert not first.refusal
     assert 0 < len(first.trace) <= LONGEST, "\n".join(first.trace)
+
+
+ALGEBRA = Part(rows=3)
+OVERLAP = Part(slots=2, requests=3, arrivals=2)
+DECODE_SERVER = Part(slots=2, requests=2, arrivals=2, seeded=True)
+EXHAUSTIVELY = {
+    "filter-reversed": ALGEBRA,
+    "filter-one-leaves": ALGEBRA,
+    "filter-host-path": ALGEBRA,
+    "merge-order-stored": ALGEBRA,
+    "merge-mirror-order": ALGEBRA,
+    "filter-keeps-the-ended": OVERLAP,
+    "absorb-keeps-the-ended": OVERLAP,
+    "leave-ignored": OVERLAP,
+    "copy-shares-requests": OVERLAP,
+    "mixed-lagging-length": OVERLAP,
+    "mixed-unpoisoned": OVERLAP,
+    "reused-slot-token": OVERLAP,
+    "seed-pads": DECODE_SERVER,
+    "seed-early": DECODE_SERVER,
+}
+
+
+@pytest.mark.parametrize("name", EXHAUSTIVELY)
+def test_what_is_tried_exhaustively_finds_faults_by_itself(name: str) -> None:
+    fault = BY_NAME[name]
+    found = in_process(fault, faulty=True, part=EXHAUSTIVELY[name])
+    assert found, f"not in {EXHAUSTIVELY[name]}: {fault.summary}"
+    (first,) = found
+    assert first.name in (fault.expect, *fault.also), first.trace
+    assert len(first.trace) <= LONGEST
+
+
+@pytest.mark.parametrize("part", [ALGEBRA, OVERLAP, DECODE_SERVER])
+def test_what_is_tried_exhaustively_is_silent_without_a_fault(part: Part) -> None:
+    assert not in_process(Fault("twin", "", (), ("", "")), faulty=False, part=part)
 
 
 @pytest.mark.parametrize("name", EVERY)

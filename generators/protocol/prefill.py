@@ -34,6 +34,8 @@ def _refuse_rows(state: State, rows: Rows) -> str | None:
         return "more requests would run than the pool has slots"
     if len({slot for _, slot, _ in rows}) != len(rows):
         return "a slot is given twice"
+    if len({number for number, _, _ in rows}) != len(rows):
+        return "a request comes in twice"
     bases = [length // STRIDE for r, _, length in rows if r not in state.live]
     if len(set(bases)) != len(bases):
         return "two requests share a length range"
