@@ -124,7 +124,7 @@ def record(surface: Surface, trace: Trace, wanted: Sequence[str] = ()) -> Record
 
 _LEFT_OUT = frozenset(
     {
-        *("undeclared", "during", "fresh", "mirrors", "sums"),
+        *("undeclared", "declare", "during", "fresh", "mirrors", "sums"),
         *("committed", "committed_sum", "planning", "planning_sum"),
     }
 )

@@ -119,6 +119,7 @@ ILLEGAL: list[tuple[list[Operation], str]] = [
     ([ADMIT, ADMIT], "has not been merged"),
     ([ADMIT, Merge()], "running batch is empty"),
     ([ADMIT, Adopt(), Admit(((0, 3, 9 * STRIDE + 1),))], "already running"),
+    ([Admit(((0, 1, 5), (0, 2, STRIDE + 5)))], "comes in twice"),
     ([ADMIT, Adopt(), Step((0,))], "2 rows run"),
     ([ADMIT, Adopt(), Step((0, 4))], "do not fit a block"),
     ([ADMIT, Adopt(), Step((0, 0), (7,))], "does not run"),

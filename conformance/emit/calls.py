@@ -358,7 +358,13 @@ class Script:
             lines = ["idle = DFlashDraftInputV2.create_idle_input(DEVICE)"]
             return [Call("idle-input", lines, draft="idle")]
         if operation.law == "lookup":
-            return [self._lookup(operation, effect)]
+            filtered = Call("law-filter", [filter_], draft="draft", operands=[whole])
+            partly = list(keep) != list(range(rows))
+            return [
+                self._merge(cut, rows),
+                *([filtered] if partly else []),
+                self._lookup(operation, effect),
+            ]
         if operation.law == "consume-twice":
             return [self._consume(effect)]
         if operation.law == "resolve-nothing":
@@ -502,7 +508,8 @@ class Script:
             "own.resolve_seq_lens_cpu(batch)",
             "resolve_forward_inputs(batch, own)",
         ]
-        return Call("law-lookup", [*self._own_relay(effect), *lines], "batch", "draft")
+        written = self._own_relay(effect)
+        return Call("law-lookup", lines, "batch", "draft", operands=written)
 
     def _consume(self, effect: Effect) -> Call:
         rows = len(effect.slots)

@@ -100,6 +100,9 @@ class Laws:
         yield expect("idle-input", layout=None)
 
     def _lookup(self, operation: Law, effect: Effect) -> Iterator[Observation]:
+        yield self._merged_at(Law("merge"), effect, operation.cut)
+        if list(operation.keep) != every(effect):
+            yield self.show("law-filter", self._kept(Law("filter", keep=operation.keep), effect))
         kept = self.operand(Law("merge"), effect, operation.keep)
         yield expect(
             "law-lookup", tokens=kept.tokens, lengths=kept.lengths, **self.oracle.relay_aspects()

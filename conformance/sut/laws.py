@@ -191,6 +191,11 @@ class Laws:
     def _lookup(self, operation: Law, effect: Effect) -> None:
         """Merging and filtering, then resolving, is resolving, then merging and filtering."""
         driver, rows = self.driver, every(effect)
+        self._merge_at(Law("merge"), effect, operation.cut)  # a wrong merge is M1's, not R1's
+        if list(operation.keep) != rows:
+            whole = self.operand(Law("merge"), effect, rows)
+            self._keep(whole, operation.keep)  # and a wrong filter F1's
+            self.observe("law-filter", whole)
         relay = self.own_relay(effect)
         draft = self.operand(Law("merge"), effect, rows[: operation.cut])
         right = self.operand(Law("merge"), effect, rows[operation.cut :])
