@@ -80,6 +80,7 @@ def draw_law(state: State, choose: Choices, capabilities: Capabilities) -> Opera
     elif law == "lookup":
         if not state.header.overlap:
             return None
+        form, mirrors = "relayed", False  # what is looked up is relayed, and has no mirrors
         keep = _subset(rows, choose)
     elif law in ("neutral", "keep-all", "idle", "consume-twice", "resolve-nothing"):
         cut = 0
