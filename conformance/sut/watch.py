@@ -327,7 +327,8 @@ def _count(value: Any) -> int:
 def _attributes(thing: Any) -> dict[str, Any]:
     """Attributes of an object, which may keep them in slots."""
     if hasattr(thing, "__dict__"):
-        return vars(thing)
+        held: dict[str, Any] = vars(thing)
+        return held
     return {name: getattr(thing, name) for name in type(thing).__slots__ if hasattr(thing, name)}
 
 
