@@ -205,6 +205,9 @@ def summary(report: dict[str, Any]) -> str:
             ),
             "```",
         ]
+    if len(report["trees"]) == 1 and report["trees"][0]["exhaustive"]:
+        bounds = explain.exhaustive(report["trees"][0])
+        text += ["", "## Tried exhaustively", "", *(f"- {line}" for line in bounds)]
     text += ["", "## Not covered", "", *(f"- {line}" for line in report["not_covered"]), ""]
     for tree in report["trees"]:
         for note in tree["surface"].get("notes", []):
