@@ -220,3 +220,15 @@ def _matrix(console: Console, report: dict[str, Any]) -> None:
         "blank: does not apply[/]",
         highlight=False,
     )
+    sizes = [size for tree in report["trees"] for size in tree["exhaustive"]]
+    if sizes:
+        pairs = sum(size.get("pairs", 0) for size in sizes)
+        cut = (
+            "" if all(size["complete"] for size in sizes) else ", but for what deviations cut short"
+        )
+        console.print(
+            f"exhaustively, over all trees: {pairs:,} pairs of operations of small scopes, "
+            f"and the algebra, in {sum(size['played'] for size in sizes):,} operations{cut}",
+            highlight=False,
+            soft_wrap=True,
+        )
