@@ -70,9 +70,7 @@ def drive(surface: Surface, sample: list[Trace]) -> int:
     """Calls made by the driver with nobody watching."""
     calls = 0
     for trace in sample:
-        driver = Driver(
-            surface, trace.header, lambda observation: None, width=table_width(trace)
-        )
+        driver = Driver(surface, trace.header, lambda observation: None, width=table_width(trace))
         state = State(trace.header)
         for operation in trace.operations:
             driver.perform(operation, apply(state, operation))

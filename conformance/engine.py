@@ -249,7 +249,10 @@ def minimize(
         return None
 
     cut = Trace(trace.header, trace.operations[: operation + 1])
-    small = shrink(cut, lambda candidate: failure(candidate) is not None, capabilities)
+    try:
+        small = shrink(cut, lambda candidate: failure(candidate) is not None, capabilities)
+    except Exception:
+        small = cut  # a finding is worth more than a short one
     # A tree that answers differently from one time to the next keeps its first answer.
     return Deviation(*goal, failure(small) or difference, small)
 

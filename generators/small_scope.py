@@ -37,6 +37,7 @@ from generators.operations import (
     Trace,
 )
 from generators.protocol import Capabilities, Request, State, apply, refusal
+from generators.protocol.prefill import unused
 from generators.values import STRIDE
 
 
@@ -77,7 +78,10 @@ def signature(state: State) -> Hashable:
     leaving = tuple(map(row, state.leaving))
     named = tuple((slot in state.free) for slot in names)
     waiting = len(state.retracted)
-    return (running, prefill, parked, leaving, named, len(state.free), waiting, state.pending)
+    return (
+        *(running, prefill, parked, leaving, named, len(state.free), waiting),
+        *(state.pending, state.retracting),
+    )
 
 
 def operations(state: State, scope: Scope, capabilities: Capabilities) -> Iterator[Operation]:
@@ -163,12 +167,15 @@ def _arrivals(
                         yield rows, number
 
 
-def _rows(
-    state: State, numbers: list[int], slots: list[int | None]
-) -> Iterator[tuple[int, int, int]]:
-    for i, (number, slot) in enumerate(zip(numbers, slots, strict=True)):
+def _rows(state: State, numbers: list[int], slots: list[int | None]) -> list[tuple[int, int, int]]:
+    # Slots, like ranges of lengths, do not only grow.
+    order = slots if len(state.ranges) % 2 else list(reversed(slots))
+    rows: list[tuple[int, int, int]] = []
+    for number, slot in zip(numbers, order, strict=True):
         assert slot is not None
-        yield number, slot, (state.admissions + i) * STRIDE + 1 + i
+        base = unused(state, rows, 1 - len(rows) % 2)
+        rows.append((number, slot, base * STRIDE + 1 + len(rows)))
+    return rows
 
 
 @dataclass

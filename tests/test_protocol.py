@@ -127,11 +127,13 @@ ILLEGAL: list[tuple[list[Operation], str]] = [
     ([ADMIT, Finish(5)], "r5 does not run"),
     ([ADMIT, Finish(0)], "yet to process the last result of r0"),
     ([ADMIT, Adopt(), Step((0, 0)), Finish(0)], "yet to process the last result of r0"),
-    ([ADMIT, Sync(), Finish(0), Finish(0)], "r0 does not run"),
+    ([ADMIT, Adopt(), Sync(), Finish(0), Finish(0)], "r0 does not run"),
     ([Sync()], "no result is in flight"),
-    ([ADMIT, Sync(), Sync()], "no result is in flight"),
+    ([ADMIT, Sync()], "has not been merged"),
+    ([ADMIT, Adopt(), Sync(), Sync()], "no result is in flight"),
     ([ADMIT, Adopt(), Sync(), Step((0, 0), (0,))], "no result of r0 is in flight"),
-    ([ADMIT, Sync(), Adopt(), Filter((0,))], "no result of r0 is in flight"),
+    ([ADMIT, Adopt(), Sync(), Filter((0,))], "no result of r0 is in flight"),
+    ([ADMIT, Adopt(), Retract((0,)), Filter()], "what was not retracted decodes first"),
     ([ADMIT, Adopt(), Filter((0,)), Retract((0,))], "do not run"),
     ([ADMIT, Adopt(), Preempt(())], "at least one request"),
     ([ADMIT, Adopt(), Preempt((3,))], "preempts requests that do not run"),
@@ -261,7 +263,8 @@ def test_rows_that_have_ended_count_until_they_are_filtered_out() -> None:
 
 def test_a_reused_slot_has_another_occupant_and_a_retracted_request_another_generation() -> None:
     state = State(Header())
-    for operation in (ADMIT, Adopt(), Retract((1,)), Admit(((0, 1, 2 * STRIDE + 1),))):
+    back = Admit(((0, 1, 2 * STRIDE + 1),))
+    for operation in (ADMIT, Adopt(), Retract((1,)), Step((0,)), back):
         assert refusal(state, operation, ALL) is None
         apply(state, operation)
     assert state.live[0].generation == 1

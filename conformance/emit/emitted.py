@@ -86,7 +86,7 @@ def _text(surface: Surface, trace: Trace, difference: Difference) -> str:
             body += _lines(script.calls(operation, effect), copy=number == landing)
     scene = Scene(
         _parts(surface, header.overlap, last),
-        armed=header.overlap and state.admissions > 0,
+        armed=header.overlap and bool(state.ranges),
         fresh=hasattr(relay, "_publish_fresh"),
         idle=_idle_layout(surface),
     )

@@ -154,7 +154,9 @@ class Oracle:
         if effect.landed is not None:
             slots = self.tensor([slot for _, slot in effect.landed])
             numbers = [number for number, _ in effect.landed]
-            yield expect("results", requests=numbers, slots=slots, slots_cpu=slots.cpu())
+            tails = effect.landed_tails
+            told = {} if tails is None else {"decoding": tails}
+            yield expect("results", requests=numbers, slots=slots, slots_cpu=slots.cpu(), **told)
 
     # -- operations -------------------------------------------------------------------------------
 
@@ -187,7 +189,14 @@ class Oracle:
             draft_input.idle(self.facts.token_dtype, self.facts.device),
             self.facts.direct_carry,
         )
-        yield expect("mix", **self._batch_rows(batch), held=True, **self.relay_aspects())
+        yield expect(
+            "mix",
+            **self._batch_rows(batch),
+            held=True,
+            mode="MIXED",
+            extends=[1] * len(effect.slots),
+            **self.relay_aspects(),
+        )
         tails = slots[admitted:]
         if not self.header.overlap:
             # Nothing was relayed, so the relay is told what the host knows.
@@ -230,7 +239,7 @@ class Oracle:
             future=draft.future_indices,
             **self._batch_rows(batch),
             seq_lens=lengths,
-            order=["drain", "publish"] if self.header.overlap else [],
+            drained=self.header.overlap and effect.in_flight,
             copied=True,
             appeared=[],
             undeclared=[],

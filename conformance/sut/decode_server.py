@@ -8,7 +8,13 @@ pool already holds.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
 
 from conformance.sut.host_request import HarnessGap
 from conformance.sut.surface import Settings
@@ -28,7 +34,10 @@ class _Stream:
 
     wait_event = wait_stream
 
-    def synchronize(self) -> None:
+    def record_event(self, event: Any = None) -> Any:
+        return self if event is None else event
+
+    def synchronize(self, *_: Any) -> None:
         self._order.append("drain")
 
     def __getattr__(self, name: str) -> Any:
@@ -48,7 +57,7 @@ class DecodeServer:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.order: list[str] = []
-        scheduler: Any = object.__new__(driver.surface.scheduler)
+        scheduler: Any = object.__new__(_bare(driver.surface.scheduler))
         scheduler.grammar_manager = Settings(has_waiting_grammars=lambda: False)
         scheduler.enable_priority_scheduling = False
         scheduler.req_to_token_pool = driver.pool
@@ -84,14 +93,41 @@ class DecodeServer:
 
         relay.publish = noted  # on this instance, while the batch is seeded
         try:
-            batch = self._scheduler.get_new_prebuilt_batch(
-                running if running is not None else driver.surface.schedule_batch(reqs=[])
-            )
+            with self._noting_device():
+                batch = self._scheduler.get_new_prebuilt_batch(
+                    running if running is not None else driver.surface.schedule_batch(reqs=[])
+                )
         finally:
             del relay.publish
-        if driver.surface.forward_mode.PREBUILT is not batch.forward_mode:
-            raise AssertionError("a seeded batch is not of the PREBUILT mode")
+        if batch is None:
+            raise LookupError("no waiting request was seeded")
         return batch
+
+    @contextlib.contextmanager
+    def _noting_device(self) -> Iterator[None]:
+        """On a CPU, where streams are inert, also note waits that go through the device module."""
+        module = torch.get_device_module(self.driver.device)
+        if self.driver.device.type != "cpu":
+            yield
+            return
+        stream = _Stream(self.order)
+        with (
+            mock.patch.object(module, "current_stream", return_value=stream),
+            mock.patch.object(module, "synchronize", side_effect=stream.synchronize),
+        ):
+            yield
+
+
+@functools.cache
+def _bare(scheduler: type) -> type:
+    """The scheduler's class, refusing what the harness did not give it."""
+
+    def refuse(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise HarnessGap(f"the tree reads Scheduler.{name}, which the harness does not have")
+
+    return type("BareScheduler", (scheduler,), {"__getattr__": refuse})
 
 
 def _unchanged(batch: Any, **_: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from conformance.observation import FEW_ROWS, Observation
 from conformance.sut.decode_server import DecodeServer
-from conformance.sut.host_request import HostRequest
+from conformance.sut.host_request import HarnessGap, HostRequest
 from conformance.sut.laws import Laws
 from conformance.sut.surface import (
     SamplingInfo,
@@ -275,7 +275,7 @@ class Driver(Watch):
 
     def _admit(self, operation: Admit, effect: Effect) -> None:
         self._start()
-        batch = self._prefill_batch(effect, len(effect.slots))
+        batch = self._prefill_batch(operation, effect, len(effect.slots))
         self._resolve("admit-resolve", batch)
         self.observe(
             "admit-resolve",
@@ -285,18 +285,24 @@ class Driver(Watch):
         )
         self._prefill(batch, effect)
 
-    def _prefill_batch(self, effect: Effect, count: int) -> Any:
+    def _prefill_batch(self, operation: Admit, effect: Effect, count: int) -> Any:
         """A prefill batch of the effect's first `count` rows."""
         requests = effect.requests[:count]
         lengths = effect.lengths[:count]
         for request, length in zip(requests, lengths, strict=True):
             self._host_request(request).kv_committed_len = length
-        return self.new_batch(requests, effect.slots[:count], lengths)
+        batch = self.new_batch(requests, effect.slots[:count], lengths)
+        chunk = [host for host in batch.reqs if host.rid == operation.chunk]
+        batch.chunked_req = chunk[0] if chunk else None
+        return batch
 
     def _mixed(self, operation: Mixed, effect: Effect) -> None:
         self._start()
         running, self.running = self.running, None
-        batch = self._prefill_batch(effect, len(effect.slots) - len(running.reqs))
+        stash = getattr(self.relay, "stash_bonus_tokens", None)
+        if stash is None:
+            raise HarnessGap("the relay has no stash_bonus_tokens, which mixed batches need")
+        batch = self._prefill_batch(operation, effect, len(effect.slots) - len(running.reqs))
         self._prepare(running, effect)
         # Of every prompt the last token is prefilled, the others are cached.
         rows, before = len(batch.reqs), [length - 1 for length in batch.seq_lens.tolist()]
@@ -310,13 +316,14 @@ class Driver(Watch):
             "mix",
             **self.batch_rows(batch),
             held=all(torch.equal(tensor, value) for tensor, value in held),
+            mode=batch.forward_mode.name,
+            extends=batch.extend_lens,
             **self.relay_aspects(),
         )
+        batch.decoding_reqs = running.reqs
         if not self.header.overlap:
             buffers, pending = self.buffers(), self.tensor(effect.pending)
-            self.call(
-                "mixed-stash", self.relay.stash_bonus_tokens, running.req_pool_indices, pending
-            )
+            self.call("mixed-stash", stash, running.req_pool_indices, pending)
             self.observe("mixed-stash", **self.relay_aspects(), appeared=self.appeared(buffers))
         written = self.before(batch)
         self._resolve("mixed-resolve", batch)
@@ -509,6 +516,7 @@ class Driver(Watch):
             requests=[host.rid for host in batch.reqs],
             slots=batch.req_pool_indices,
             slots_cpu=batch.req_pool_indices_cpu,
+            decoding=[host.rid for host in batch.decoding_reqs or ()],
         )
 
     def _idle(self, operation: Idle, effect: Effect) -> None:

@@ -141,6 +141,7 @@ _BATCH = (
     Field("batch", "out_cache_loc", "scratch"),
     Field("batch", "mix_running_indices", "scratch"),
     Field("batch", "mix_running_indices_cpu", "scratch"),
+    Field("batch", "decoding_reqs", "scratch"),
     Field("batch", "prefix_lens", "scratch"),
     Field("batch", "extend_lens", "scratch"),
     Field("batch", "extend_logprob_start_lens", "scratch"),

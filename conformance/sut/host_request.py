@@ -10,6 +10,8 @@ from generators.protocol import Request
 from generators.values import STRIDE
 
 _SAMPLING = Settings(top_k=1)
+_EARLIER = -7
+"""A token that a request put out before it was retracted."""
 
 
 class HarnessGap(AttributeError):
@@ -33,10 +35,13 @@ class HostRequest:
         self.kv = self  # newer trees keep lengths and slot on ``req.kv``
         self.req_pool_idx = request.slot
         self.kv_committed_len = length = request.committed
-        # A prompt takes no memory: only its length is asked for.
-        self.origin_input_ids = self.prefix_indices = range(length)
+        # A prompt takes no memory: only its length is asked for. One that comes back after it was
+        # retracted has put out tokens before, of which the last is the one to go on with.
+        earlier = min(2 * request.generation, length - 1)
+        self.origin_input_ids = range(length - earlier)
+        self.prefix_indices = range(length)
         self.prefix_len = self.extend_end = length
-        self.output_ids = [request.token]
+        self.output_ids = [_EARLIER] * earlier + [request.token]
         self.kv_allocated_len = (length // STRIDE + 1) * STRIDE + STRIDE
         self.sampling_params = _SAMPLING
         self.decode_batch_idx = 0

@@ -16,7 +16,7 @@ def seeds(surface: Surface) -> tuple[bool, str | None]:
     """Whether a DFlash request that was prefilled elsewhere can join this tree.
 
     Returns:
-        (whether it can, None), or (False, why it could not be tried).
+        (whether it can, None), or (whether it can, why the harness cannot do it).
     """
     build = getattr(surface.algorithm, "build_disagg_draft_input", None)
     if build is None:
@@ -32,13 +32,14 @@ def seeds(surface: Surface) -> tuple[bool, str | None]:
         "last_tokens_tensor": driver.tensor(effect.tokens),
         "future_map": driver.relay,
     }
+    draft: object = True
     try:
         draft = build(**{name: given[name] for name in inspect.signature(build).parameters})
         if draft is None:
             return False, None
         driver.perform(operation, effect)
     except (StandInUsed, HarnessGap) as error:
-        return False, f"requests prefilled elsewhere are not checked: {error}"
+        return draft is not None, f"requests prefilled elsewhere are not checked: {error}"
     except Exception:
         return True, None  # the first trace will report what it raises
     return True, None

@@ -456,8 +456,10 @@ def _drive(surface: Surface) -> None:
     if reason:
         surface.notes.append(reason)
     if seeds:
+        # Where it cannot be driven, a run says that it was never reached.
         surface.features |= {"seed"}
-        surface.capabilities = dataclasses.replace(surface.capabilities, seed=True)
+        driven = reason is None
+        surface.capabilities = dataclasses.replace(surface.capabilities, seed=driven)
 
 
 def _mixes(surface: Surface) -> bool:

@@ -124,8 +124,9 @@ RULES: dict[str, Rule] = {
         decode.apply_sync,
         decode.draw_sync,
         2,
-        "Scheduler.is_disable_overlap_for_batch (two prefills in a row), pause_generation, and an "
-        "iteration of event_loop_overlap in which no batch can run",
+        "an iteration of event_loop_overlap in which no batch can run, and pause_generation; with "
+        "SGLANG_DISABLE_CONSECUTIVE_PREFILL_OVERLAP also Scheduler.is_disable_overlap_for_batch, "
+        "though between forming and launching the second of two prefills",
     ),
     "finish": Rule(
         decode.refuse_finish,
@@ -142,14 +143,15 @@ RULES: dict[str, Rule] = {
         1,
         "Scheduler.update_running_batch, and where get_next_batch_to_run does, every iteration: "
         "running.filter_batch; without requests that finish in flight where "
-        "Scheduler._reqs_finishing_inflight exists",
+        "Scheduler._reqs_finishing_inflight exists, in event_loop_overlap only",
     ),
     "retract": Rule(
         decode.refuse_retract,
         decode.apply_retract,
         decode.draw_retract,
         1,
-        "ScheduleBatch.retract_decode filters with sorted keep_indices: rows may change order",
+        "ScheduleBatch.retract_decode filters with sorted keep_indices: rows may change order; "
+        "update_running_batch then prepares and runs what is left",
     ),
     "preempt": Rule(
         decode.refuse_preempt,
@@ -188,6 +190,8 @@ RULES: dict[str, Rule] = {
 
 def refusal(state: State, operation: Operation, capabilities: Capabilities) -> str | None:
     """Why `operation` is not legal in `state` on a tree with `capabilities`; None if it is."""
+    if state.retracting and operation.op not in ("step", "law", "wild"):
+        return "what was not retracted decodes first"
     return RULES[operation.op].refuse(state, operation, capabilities)
 
 
@@ -206,6 +210,10 @@ def draw(
     state: State, choose: Choices, capabilities: Capabilities, *, wild: bool = False
 ) -> Operation:
     """The next operation, legal in `state` (with `wild`, now and then one that is not)."""
+    if state.retracting:
+        step = decode.draw_step(state, choose, capabilities)
+        assert step is not None
+        return step
     if state.prefill is not None and choose.below(4):
         return Merge() if state.running else Adopt()
     if state.unfiltered and choose.below(2):

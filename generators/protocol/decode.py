@@ -57,18 +57,23 @@ def apply_step(state: State, operation: Operation) -> Effect:
         redundant = request.number in operation.redundant
         effect.tokens.append(state.write(request, "redundant step" if redundant else "step"))
         request.steps += 1
-    state.decoded = True
+    state.decoded, state.retracting = True, False
     lengths_of(effect, state.running)
     state.launch(effect, list(state.running))
     end_redundant(state, effect, state.running, operation.redundant)
     return effect
 
 
+def _may_grow(state: State) -> bool:
+    """Whether every running request has room for a whole block in its length range."""
+    return all(r.length + state.header.block < r.limit for r in state.running)
+
+
 def draw_step(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
     if state.prefill is not None or not state.running or _chunk_first(state, capabilities):
         return None
     block = state.header.block
-    if state.unfiltered or any(r.length + block >= r.limit for r in state.running):
+    if state.unfiltered or not _may_grow(state):
         return None
     style = choose.below(4)
     if style == 0:
@@ -85,6 +90,8 @@ def draw_step(state: State, choose: Choices, capabilities: Capabilities) -> Oper
 
 
 def refuse_sync(state: State, operation: Operation, _: Capabilities) -> str | None:
+    if state.prefill is not None:
+        return _UNMERGED
     return None if state.pending else "no result is in flight"
 
 
@@ -95,7 +102,7 @@ def apply_sync(state: State, operation: Operation) -> Effect:
 
 
 def draw_sync(state: State, choose: Choices, _: Capabilities) -> Operation | None:
-    return Sync() if state.pending else None
+    return Sync() if state.pending and state.prefill is None else None
 
 
 def refuse_finish(state: State, operation: Operation, _: Capabilities) -> str | None:
@@ -144,8 +151,8 @@ def _refuse_filtering(state: State, capabilities: Capabilities) -> str | None:
 def refuse_filter(state: State, operation: Operation, capabilities: Capabilities) -> str | None:
     assert isinstance(operation, Filter)
     if operation.leaving:
-        if not capabilities.skips_finishing:
-            return "the tree decodes a request until it knows that it has ended"
+        if not capabilities.skips_finishing or state.header.seeded:
+            return "the loop decodes a request until it knows that it has ended"
         running = {r.number: r for r in state.running if not r.finished}
         for number in operation.leaving:
             if number not in running or not state.in_flight(running[number]):
@@ -178,7 +185,7 @@ def draw_filter(state: State, choose: Choices, capabilities: Capabilities) -> Op
     if _refuse_filtering(state, capabilities) is not None:
         return None
     leaving: tuple[int, ...] = ()
-    if capabilities.skips_finishing and choose.below(2):
+    if capabilities.skips_finishing and not state.header.seeded and choose.below(2):
         rows = [r.number for r in state.running if not r.finished and state.in_flight(r)]
         leaving = (rows[choose.below(len(rows))],) if rows else ()
     return Filter(leaving)
@@ -210,13 +217,14 @@ def apply_retract(state: State, operation: Operation) -> Effect:
     for request in state.running:
         if request.number not in operation.keep:
             _retract(state, request)
+    state.retracting = True
     return _keep(state, Effect(keep=[rows[number] for number in operation.keep]))
 
 
 def draw_retract(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
     if _refuse_filtering(state, capabilities) is not None or state.unfiltered:
         return None
-    if len(state.running) < 2:
+    if len(state.running) < 2 or not _may_grow(state):
         return None
     rows = [r.number for r in state.running]
     kept = []

@@ -5,6 +5,7 @@ For each operation: why it is illegal in a state, what it does, how it is drawn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from generators.operations import Admit, Adopt, Merge, Mixed, Operation, Seed
@@ -52,7 +53,7 @@ def _refuse_rows(state: State, rows: Rows) -> str | None:
             return f"r{number} has ended"
         elif slot not in state.free:
             return f"slot {slot} is not free"
-        elif not length % STRIDE or length // STRIDE < state.admissions:
+        elif not length % STRIDE or length // STRIDE in state.ranges:
             return f"length {length} of r{number} is in another request's range"
     return None
 
@@ -73,7 +74,9 @@ def _come_in(state: State, rows: Rows) -> list[Request]:
             if generation:
                 state.retracted.remove(number)
             base = length // STRIDE
-            state.admissions = max(state.admissions, base + 1)
+            state.ranges.add(base)
+            while state.lowest in state.ranges:
+                state.lowest += 1
             request = Request(number, slot, generation, length, (base + 1) * STRIDE)
             state.free.remove(slot)
             state.used.add(slot)
@@ -85,7 +88,6 @@ def _come_in(state: State, rows: Rows) -> list[Request]:
 
 def _draw_rows(state: State, choose: Choices) -> list[tuple[int, int, int]] | None:
     rows: list[tuple[int, int, int]] = []
-    base = state.admissions
     free = list(state.free)
     if state.chunked is not None:
         room = state.chunked.limit - 1 - state.chunked.length
@@ -112,9 +114,18 @@ def _draw_rows(state: State, choose: Choices) -> list[tuple[int, int, int]] | No
         else:
             number, fresh = fresh, fresh + 1
         prompt = 1 + (choose.below(64) if choose.below(4) else 0)
-        rows.append((number, slot, base * STRIDE + prompt))
-        base += 1
+        rows.append((number, slot, unused(state, rows, choose.below(4)) * STRIDE + prompt))
     return rows
+
+
+def unused(state: State, rows: Rows, place: int) -> int:
+    """A range of lengths that nobody has yet, neither in `state` nor among `rows`.
+
+    Ranges do not only grow: a slot's next occupant may be longer or shorter than its last one.
+    """
+    taken = state.ranges | {length // STRIDE for _, _, length in rows}
+    free = (n for n in itertools.count(state.lowest) if n not in taken)
+    return next(itertools.islice(free, place, None))
 
 
 # -- admit and mixed -------------------------------------------------------------------------
@@ -223,7 +234,7 @@ def apply_mixed(state: State, operation: Operation) -> Effect:
         request.steps += 1
     state.prefill = batch + tails
     lengths_of(effect, state.prefill)
-    state.launch(effect, state.prefill)
+    state.launch(effect, state.prefill, tails=len(tails))
     end_redundant(state, effect, tails, operation.redundant)
     return effect
 
@@ -240,7 +251,7 @@ def end_redundant(
 def draw_mixed(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
     if not capabilities.mixed or not state.running or state.unfiltered:
         return None
-    if state.admissions > _LONGEST_MIXED or refuse_room(state, 1):
+    if len(state.ranges) > _LONGEST_MIXED or refuse_room(state, 1):
         return None
     admit = draw_admit(state, choose, capabilities)
     if not isinstance(admit, Admit):
@@ -270,7 +281,7 @@ def refuse_seed(state: State, operation: Operation, capabilities: Capabilities) 
 
 def apply_seed(state: State, operation: Operation) -> Effect:
     assert isinstance(operation, Seed)
-    effect = Effect()
+    effect = Effect(in_flight=state.pending)
     state.prefill = _come_in(state, operation.rows)
     effect.tokens = [state.write(request, "seed") for request in state.prefill]
     for request in state.prefill:

@@ -76,6 +76,8 @@ class Effect:
         left_out: rows that leave a batch though they have not ended.
         ended: requests of which the host learns, after what is launched, that they have ended.
         landed: (number, slot) per row of the launch whose result the host processes, or None.
+        landed_tails: of a mixed launch, the numbers of its decode tails.
+        in_flight: whether a forward was in flight when the operation began.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -90,6 +92,8 @@ class Effect:
     left_out: list[int] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
     landed: list[tuple[int, int]] | None = None
+    landed_tails: list[int] | None = None
+    in_flight: bool = False
 
 
 class Choices(Protocol):
@@ -105,11 +109,15 @@ class IllegalOperation(ValueError):
 
 @dataclass(slots=True)
 class _Launch:
-    """A forward whose result the host has not processed: requests, slots, lengths after it."""
+    """A forward whose result the host has not processed: requests, slots, lengths after it.
+
+    The last ``tails`` of them are decode tails of a mixed batch.
+    """
 
     requests: list[Request]
     slots: list[int]
     lengths: list[int]
+    tails: int
 
 
 class State:
@@ -124,6 +132,9 @@ class State:
         live: requests that hold a slot, by number.
         retracted: numbers of requests that lost their slot and will be admitted again.
         leaving: requests that left the batch while their last token is in flight.
+        ranges: ranges of lengths that were given to somebody, in multiples of ``STRIDE``.
+        lowest: the lowest of the ranges that nobody was given.
+        retracting: whether a retraction has just made room for a step.
         tokens: the table of token values dealt so far.
         length_writer: published length to its write (ranges are disjoint per generation).
     """
@@ -137,7 +148,9 @@ class State:
         self.tokens = TokenTable(header.seed, header.token_bits)
         self.length_writer: dict[int, Write] = {}
         self.generations: dict[int, int] = {}
-        self.admissions = 0
+        self.ranges: set[int] = set()
+        self.lowest = 0
+        self.retracting = False
         self.live: dict[int, Request] = {}
         self.retracted: list[int] = []
         self.leaving: list[Request] = []
@@ -169,30 +182,38 @@ class State:
         """Whether the host has yet to process a result."""
         return self._launch is not None
 
-    def launch(self, effect: Effect, requests: list[Request]) -> None:
+    def launch(self, effect: Effect, requests: list[Request], *, tails: int = 0) -> None:
         """A forward starts; then, with overlap, the host processes the result of the one before."""
         before = self._launch
-        self._launch = _Launch(requests, [r.slot for r in requests], [r.length for r in requests])
+        self._launch = _Launch(
+            requests, [r.slot for r in requests], [r.length for r in requests], tails
+        )
         if not self.header.overlap:
             before = self._launch
             self._launch = None
             self._land(before)
         elif before is not None:
-            effect.landed = self._land(before)
+            self._tell(effect, before)
 
     def land(self, effect: Effect) -> None:
         """The host processes the result in flight before anything else is launched."""
         launch, self._launch = self._launch, None
         assert launch is not None
-        effect.landed = self._land(launch)
+        self._tell(effect, launch)
 
-    def _land(self, launch: _Launch) -> list[tuple[int, int]]:
+    def _tell(self, effect: Effect, launch: _Launch) -> None:
+        self._land(launch)
+        pairs = zip(launch.requests, launch.slots, strict=True)
+        effect.landed = [(request.number, slot) for request, slot in pairs]
+        if launch.tails:
+            effect.landed_tails = [r.number for r in launch.requests[-launch.tails :]]
+
+    def _land(self, launch: _Launch) -> None:
         for request, length in zip(launch.requests, launch.lengths, strict=True):
             request.committed = max(request.committed, length)  # a chunk may be behind
             if any(request is other for other in self.leaving):
                 self.end(request)
         self.leaving = []
-        return [(r.number, slot) for r, slot in zip(launch.requests, launch.slots, strict=True)]
 
     # -- slots ----------------------------------------------------------------------------------
 
