@@ -973,6 +973,28 @@ FAULTS: tuple[Fault, ...] = (
         (_stash_bonus("Assign", 0, before("self.topk_p_buf = self.new_seq_lens_buf.clone()")),),
         ("P6", "phantom-row"),
     ),
+    Fault(
+        "mixed-extend-forgotten",
+        "A mixed batch does not say that its decode tails extend by one token.",
+        (_mix("Assign", 32, DROP),),
+        ("R10", "wrong-value"),
+    ),
+    Fault(
+        "copy-forgets-tails",
+        "The result queue's copy of a mixed batch does not name its decode tails.",
+        (_copy("Attribute", 13, "None"),),
+        ("F6", "missing-row"),
+    ),
+    Fault(
+        "reused-slot-length",
+        "A published length never makes a row's length smaller.",
+        (
+            _relay_init("Assign", 9, after("self.new_seq_lens_buf.zero_()")),
+            _publish("Call", 0, "torch.maximum({0}, self.new_seq_lens_buf[indices])"),
+        ),
+        ("P3", "lost-update"),
+        also=(("P1", "lost-update"), ("P1", "wrong-owner")),
+    ),
     # Requests that were prefilled elsewhere.
     Fault(
         "seed-counts-bonus",
@@ -991,6 +1013,12 @@ FAULTS: tuple[Fault, ...] = (
         "Every seeded request is given the last token of the batch's first.",
         (_prebuilt("Subscript", 1, "self.reqs[0].output_ids[-1]"),),
         ("P8", "wrong-owner"),
+    ),
+    Fault(
+        "seed-first-token",
+        "A seeded request that comes back goes on with its first token instead of its last.",
+        (_prebuilt("Subscript", 1, "req.output_ids[0]"),),
+        ("P8", "never-written"),
     ),
     Fault(
         "seed-unpublished",
@@ -1082,6 +1110,7 @@ FAULTS: tuple[Fault, ...] = (
         "A merge narrows the request slots to int32.",
         (_merge("Call", 4, "{0}.to(torch.int32)"),),
         ("M5", "wrong-type"),
+        also=(("I2", "wrong-type"),),
     ),
     Fault(
         "merge-adopts-right",
