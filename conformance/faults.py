@@ -989,8 +989,12 @@ FAULTS: tuple[Fault, ...] = (
         "reused-slot-length",
         "A published length never makes a row's length smaller.",
         (
-            _relay_init("Assign", 9, after("self.new_seq_lens_buf.zero_()")),
-            _publish("Call", 0, "torch.maximum({0}, self.new_seq_lens_buf[indices])"),
+            _publish(
+                "Call",
+                0,
+                "torch.where(self.new_seq_lens_buf[indices] < 1 << 40, "
+                "torch.maximum({0}, self.new_seq_lens_buf[indices]), {0})",
+            ),
         ),
         ("P3", "lost-update"),
         also=(("P1", "lost-update"), ("P1", "wrong-owner")),

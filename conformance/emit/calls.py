@@ -248,6 +248,7 @@ class Script:
         calls = [
             Call("prepare", [*self._prefill_batch(effect, count), *prepare], "running"),
             Call("mix", lines, "prefill", holder="running"),
+            Call("", ["prefill.decoding_reqs = running.reqs"]),
         ]
         if not self.header.overlap:
             pending = f"running.req_pool_indices, ints({values(effect.pending)})"
@@ -261,7 +262,9 @@ class Script:
         lines = []
         for request, slot, token in zip(effect.requests, effect.slots, effect.tokens, strict=True):
             self._known[request.number, request.generation] = request.length
-            arguments = values([request.number, slot, request.length, token])
+            earlier = min(2 * request.generation, request.length - 1)
+            back = [earlier] if earlier else []
+            arguments = values([request.number, slot, request.length, token, *back])
             lines.append(f"r{request.number} = PrefilledRequest({arguments})")
         lines += [
             f"prefill = make_batch([{_names(effect.requests)}], [], [])",

@@ -38,6 +38,9 @@ _VALUES = {
     "host_sum": "{batch}.seq_lens_sum",
     "staged": "[{batch}.input_ids, {batch}.prefill_input_ids_cpu]",
     "prefix": "{batch}.prefix_lens",
+    "extends": "{batch}.extend_lens",
+    "mode": "{batch}.forward_mode.name",
+    "decoding": "[request.rid for request in {batch}.decoding_reqs or ()]",
     "kv_slots": "{batch}.out_cache_loc",
 }
 """Where the values are that only have to be equal."""

@@ -109,11 +109,12 @@ class PrefilledRequest(Request):
     retracted_stain = True  # its cached tokens were counted before
     swa_branching_seqlen = None
 
-    def __init__(self, rid, slot, length, token):
+    def __init__(self, rid, slot, length, token, earlier=0):
         super().__init__(rid, length)
         self.req_pool_idx = slot
-        self.origin_input_ids = <prompt>
-        self.output_ids = [token]''',
+        self.origin_input_ids = range(length - earlier)
+        <prefix>
+        self.output_ids = [-7] * earlier + [token]''',
     "SamplingRows": '''
 class SamplingRows:
     """Stands for the sampling parameters of a batch: whose row is whose."""
@@ -309,7 +310,7 @@ def _prefilled(surface: Surface) -> dict[str, str]:
     lengths = "prefix_len" in _names_in(surface, "prepare_for_prebuilt")
     return {
         "<extend>": "extend_len = 0" if lengths else "extend_range = SimpleNamespace(length=0)",
-        "<prompt>": "range(length)\n        self.prefix_len = length"
+        "<prefix>": "self.prefix_len = length"
         if lengths
         else "self.prefix_indices = range(length)",
     }
