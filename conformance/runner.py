@@ -262,7 +262,8 @@ def plan(
                     "waivers": [waiver.request() for waiver in alone],
                 }
                 jobs.append(Job(f"{label}, {name}", configured, request))
-    for part, debug in _parts(profile):
+    # Two trees are given random traces, to be compared; the larger profiles also all of a scope.
+    for part, debug in _parts(profile) if common is None or profile.both else ():
         request = {
             "do": "check",
             "exhaust": asdict(part),
