@@ -146,7 +146,8 @@ def _arrivals(
     # A slot is nobody's, or a row that has not left yet names it too: one of a kind will do.
     ended = {r.slot for r in state.running if r.finished}
     kinds: dict[bool, list[int]] = {}
-    for slot in state.free:
+    # Those of one kind are alike, and like lengths do not only grow.
+    for slot in sorted(state.free, reverse=len(state.ranges) % 2 == 0):
         kinds.setdefault(slot in ended, []).append(slot)
     most = scope.arrivals - len(first)
     for count in range(0 if first else 1, most + 1):
@@ -168,10 +169,8 @@ def _arrivals(
 
 
 def _rows(state: State, numbers: list[int], slots: list[int | None]) -> list[tuple[int, int, int]]:
-    # Slots, like ranges of lengths, do not only grow.
-    order = slots if len(state.ranges) % 2 else list(reversed(slots))
     rows: list[tuple[int, int, int]] = []
-    for number, slot in zip(numbers, order, strict=True):
+    for number, slot in zip(numbers, slots, strict=True):
         assert slot is not None
         base = unused(state, rows, 1 - len(rows) % 2)
         rows.append((number, slot, base * STRIDE + 1 + len(rows)))

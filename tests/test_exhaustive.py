@@ -21,8 +21,9 @@ SCOPES = [
     (Header(pool=3, overlap=False), Scope(2, 3), ALL),
     (Header(pool=3, seeded=True), Scope(2, 3), ALL),
     (Header(pool=4), Scope(3, 3), Capabilities(filters_first=True)),
+    (Header(pool=4, seeded=True, overlap=False), Scope(3, 4), ALL),
 ]
-IDS = ["overlap", "old", "no overlap", "decode server", "three slots"]
+IDS = ["overlap", "old", "no overlap", "decode server", "three slots", "four requests"]
 
 
 @pytest.mark.parametrize(("header", "scope", "capabilities"), SCOPES, ids=IDS)
