@@ -143,12 +143,12 @@ def _arrivals(
         request = state.chunked
         first.append((request.number, request.slot, request.length + 1))
     known = len(state.live) + len(state.retracted)
-    # A slot is nobody's, or a row that has not left yet names it too: one of a kind will do.
-    ended = {r.slot for r in state.running if r.finished}
-    kinds: dict[bool, list[int]] = {}
-    # Those of one kind are alike, and like lengths do not only grow.
+    # A slot that a row which has not left yet names too is of a kind of its own. Nobody's are all
+    # alike: any will do, and like lengths they do not only grow.
+    ended = {r.slot: row for row, r in enumerate(state.running) if r.finished}
+    kinds: dict[int, list[int]] = {}
     for slot in sorted(state.free, reverse=len(state.ranges) % 2 == 0):
-        kinds.setdefault(slot in ended, []).append(slot)
+        kinds.setdefault(ended.get(slot, -1), []).append(slot)
     most = scope.arrivals - len(first)
     for count in range(0 if first else 1, most + 1):
         for back in sorted({0, min(count, len(state.retracted))}):
