@@ -339,7 +339,8 @@ def test_two_exceptions_are_two_changes_of_their_own(
     DFlashDraftInputV2.merge_batch = _refusing
     """)
     head = copy_surface(newest, tmp_path / "head", {DRAFT: wild})
-    comparison = gate(newest, head, pool, wild=True)
+    # Large enough to meet each of the wild uses.
+    comparison = gate(newest, head, pool, wild=True, profile=Profile("wild", 3_000, 0, 0))
     lines = {change.line for change in comparison.changes}
     assert "wild-stored-with-relayed: no exception -> raises KeyError" in lines
     assert any(line.startswith("wild-relayed-with-stored: raises") for line in lines)
