@@ -262,8 +262,7 @@ class Script:
         lines = []
         for request, slot, token in zip(effect.requests, effect.slots, effect.tokens, strict=True):
             self._known[request.number, request.generation] = request.length
-            earlier = min(2 * request.generation, request.length - 1)
-            back = [earlier] if earlier else []
+            back = [request.earlier] if request.earlier else []
             arguments = values([request.number, slot, request.length, token, *back])
             lines.append(f"r{request.number} = PrefilledRequest({arguments})")
         lines += [
@@ -278,9 +277,9 @@ class Script:
         chunked = _names([self._prefill[row] for row in effect.left_out])
         excluded = f"[{chunked}]" if chunked else ""
         calls = [Call("absorb-filter", [f"prefill.filter_batch({excluded})"], "prefill")]
-        if effect.stays and isinstance(operation, Adopt):
+        if effect.keep and isinstance(operation, Adopt):
             calls.append(Call("", ["running = prefill"]))
-        elif effect.stays:
+        elif effect.keep:
             merge = ["running.merge_batch(prefill)"]
             calls.append(Call("merge", merge, "running", right="prefill.spec_info"))
         return calls

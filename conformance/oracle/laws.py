@@ -53,7 +53,7 @@ class Laws:
         yield self.show("law-permute", self._kept(operation, effect))
 
     def _kept(self, operation: Law, effect: Effect) -> DraftInput:
-        whole = self.operand(operation, effect, every(effect))
+        whole = self.operand(operation, effect, effect.rows())
         return draft_input.filter_rows(whole, self.oracle.tensor(list(operation.keep)))
 
     def _compose(self, operation: Law, effect: Effect) -> Iterator[Observation]:
@@ -63,18 +63,18 @@ class Laws:
         yield self.show("law-compose", twice)
 
     def _keep_all(self, operation: Law, effect: Effect) -> Iterator[Observation]:
-        yield self.show("law-keep-all", self.operand(operation, effect, every(effect)))
+        yield self.show("law-keep-all", self.operand(operation, effect, effect.rows()))
 
     def _merge(self, operation: Law, effect: Effect) -> Iterator[Observation]:
         yield self._merged_at(operation, effect, operation.cut)
 
     def _merged_at(self, operation: Law, effect: Effect, cut: int) -> Observation:
-        whole = self.operand(operation, effect, every(effect))
+        whole = self.operand(operation, effect, effect.rows())
         call = merge_call(0, cut, whole.rows)
         return self.show(call, whole, right_intact=True, right_shared=[])
 
     def _associate(self, operation: Law, effect: Effect) -> Iterator[Observation]:
-        rows = every(effect)
+        rows = effect.rows()
         yield self._merged_at(operation, effect, len(rows) // 2)
         first, second = sorted((operation.cut, len(rows) // 2))
         call = merge_call(first, second, len(rows))
@@ -94,14 +94,14 @@ class Laws:
 
     def _neutral(self, operation: Law, effect: Effect) -> Iterator[Observation]:
         for _ in range(2):
-            yield self.show("law-neutral", self.operand(operation, effect, every(effect)))
+            yield self.show("law-neutral", self.operand(operation, effect, effect.rows()))
 
     def _idle(self, operation: Law, effect: Effect) -> Iterator[Observation]:
         yield expect("idle-input", layout=None)
 
     def _lookup(self, operation: Law, effect: Effect) -> Iterator[Observation]:
         yield self._merged_at(Law("merge"), effect, operation.cut)
-        if list(operation.keep) != every(effect):
+        if list(operation.keep) != effect.rows():
             yield self.show("law-filter", self._kept(Law("filter", keep=operation.keep), effect))
         kept = self.operand(Law("merge"), effect, operation.keep)
         yield expect(
@@ -149,8 +149,3 @@ class Laws:
             **more,
             **self.oracle.relay_aspects(),
         )
-
-
-def every(effect: Effect) -> list[int]:
-    """Indices of all running rows."""
-    return list(range(len(effect.slots)))

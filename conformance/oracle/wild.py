@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from conformance.observation import Observation
 from conformance.oracle.aspects import expect
-from conformance.oracle.laws import Laws, every
+from conformance.oracle.laws import Laws
 from generators.operations import Law, Wild
 from generators.protocol import Effect
 from generators.values import other
@@ -61,14 +61,14 @@ class WildUses:
         yield []
 
     def _whole(self, use: str, effect: Effect) -> Iterator[Answers]:
-        yield [self._rows(self.laws.operand(_RELAYED, effect, every(effect)))]
+        yield [self._rows(self.laws.operand(_RELAYED, effect, effect.rows()))]
 
     def _untouched(self, use: str, effect: Effect) -> Iterator[Answers]:
-        draft = self.laws.operand(_STORED, effect, every(effect))
+        draft = self.laws.operand(_STORED, effect, effect.rows())
         yield [{"tokens": draft.tokens, "lengths": draft.lengths}]
 
     def _filtered(self, use: str, effect: Effect) -> Iterator[Answers]:
-        keep = {"filter-duplicates": [*every(effect), 0], "filter-nothing": []}.get(use)
+        keep = {"filter-duplicates": [*effect.rows(), 0], "filter-nothing": []}.get(use)
         for form in (_RELAYED, _MIRRORED, _STORED):
             kept = None if keep is None else self.laws.operand(form, effect, keep)
             yield [] if kept is None else [self._rows(kept)]
@@ -105,7 +105,7 @@ class WildUses:
     def _one_order(self, use: str, effect: Effect) -> Iterator[Answers]:
         """That of future_indices, as the tree's relay goes by them, or that of the requests."""
         answers = []
-        for order in (every(effect)[::-1], every(effect)):
+        for order in (effect.rows()[::-1], effect.rows()):
             draft = self.laws.operand(_RELAYED, effect, order)
             answer = {"tokens": draft.tokens, "lengths": draft.lengths}
             if not self.oracle.facts.host_lengths_lag:

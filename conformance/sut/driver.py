@@ -392,7 +392,7 @@ class Driver(Watch):
         else:
             self.observe("absorb-filter", requests=[host.rid for host in batch.reqs])
         self.prefill = None
-        if not effect.stays:
+        if not effect.keep:
             return
         if isinstance(operation, Adopt):
             self.running = batch

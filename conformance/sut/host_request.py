@@ -37,11 +37,10 @@ class HostRequest:
         self.kv_committed_len = length = request.committed
         # A prompt takes no memory: only its length is asked for. One that comes back after it was
         # retracted has put out tokens before, of which the last is the one to go on with.
-        earlier = min(2 * request.generation, length - 1)
-        self.origin_input_ids = range(length - earlier)
+        self.origin_input_ids = range(length - request.earlier)
         self.prefix_indices = range(length)
         self.prefix_len = self.extend_end = length
-        self.output_ids = [_EARLIER] * earlier + [request.token]
+        self.output_ids = [_EARLIER] * request.earlier + [request.token]
         self.kv_allocated_len = (length // STRIDE + 1) * STRIDE + STRIDE
         self.sampling_params = _SAMPLING
         self.decode_batch_idx = 0

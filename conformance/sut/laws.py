@@ -53,7 +53,7 @@ class Laws:
     # -- filtering and merging ------------------------------------------------------------------
 
     def _filter(self, operation: Law, effect: Effect) -> None:
-        rows = every(effect)
+        rows = effect.rows()
         whole, twin = (self.operand(operation, effect, rows) for _ in range(2))
         held = [(t, t.clone()) for t in self.driver.row_tensors(whole).values()]
         self._keep(whole, operation.keep)
@@ -64,19 +64,19 @@ class Laws:
             self.observe("law-host-path", twin)
 
     def _permute(self, operation: Law, effect: Effect) -> None:
-        whole = self.operand(operation, effect, every(effect))
+        whole = self.operand(operation, effect, effect.rows())
         self._keep(whole, operation.keep)
         self.observe("law-permute", whole)
 
     def _compose(self, operation: Law, effect: Effect) -> None:
-        whole = self.operand(operation, effect, every(effect))
+        whole = self.operand(operation, effect, effect.rows())
         self._keep(whole, operation.keep)
         self.observe("law-filter", whole)
         self._keep(whole, operation.then)
         self.observe("law-compose", whole)
 
     def _keep_all(self, operation: Law, effect: Effect) -> None:
-        rows = every(effect)
+        rows = effect.rows()
         whole = self.operand(operation, effect, rows)
         self._keep(whole, rows)
         self.observe("law-keep-all", whole)
@@ -85,7 +85,7 @@ class Laws:
         self._merge_at(operation, effect, operation.cut)
 
     def _merge_at(self, operation: Law, effect: Effect, cut: int) -> None:
-        rows = every(effect)
+        rows = effect.rows()
         call = merge_call(0, cut, len(rows))
         left = self.operand(operation, effect, rows[:cut])
         right = self.operand(operation, effect, rows[cut:])
@@ -100,7 +100,7 @@ class Laws:
         )
 
     def _associate(self, operation: Law, effect: Effect) -> None:
-        rows = every(effect)
+        rows = effect.rows()
         self._merge_at(operation, effect, len(rows) // 2)  # a wrong merge is M1's, not M2's
         first, second = sorted((operation.cut, len(rows) // 2))
         parts = (rows[:first], rows[first:second], rows[second:])
@@ -116,7 +116,7 @@ class Laws:
         self.observe("law-associate", a)
 
     def _distribute(self, operation: Law, effect: Effect) -> None:
-        rows, cut = every(effect), operation.cut
+        rows, cut = effect.rows(), operation.cut
         self._merge_at(operation, effect, cut)  # a wrong merge is M1's, not M3's
         left = self.operand(operation, effect, rows[:cut])
         right = self.operand(operation, effect, rows[cut:])
@@ -128,7 +128,7 @@ class Laws:
         self.observe("law-distribute", left)
 
     def _neutral(self, operation: Law, effect: Effect) -> None:
-        rows = every(effect)
+        rows = effect.rows()
         nobody: list[int] = []
         for parts in ((rows, nobody), (nobody, rows)):
             left, right = (self.operand(operation, effect, part) for part in parts)
@@ -172,7 +172,7 @@ class Laws:
         driver = self.driver
         pool = make_pool(driver.surface, driver.header.pool + spare)
         relay = make_relay(driver.surface, pool, needs_cpu_seq_lens=needs_cpu_seq_lens)
-        draft = self.operand(Law("merge"), effect, every(effect))
+        draft = self.operand(Law("merge"), effect, effect.rows())
         slots = driver.tensor(effect.slots)
         relay.publish(slots, driver.tensor(effect.lengths))
         relay.stash(slots, driver.surface.payload(draft))
@@ -190,7 +190,7 @@ class Laws:
 
     def _lookup(self, operation: Law, effect: Effect) -> None:
         """Merging and filtering, then resolving, is resolving, then merging and filtering."""
-        driver, rows = self.driver, every(effect)
+        driver, rows = self.driver, effect.rows()
         self._merge_at(Law("merge"), effect, operation.cut)  # a wrong merge is M1's, not R1's
         if list(operation.keep) != rows:
             whole = self.operand(Law("merge"), effect, rows)
@@ -217,7 +217,7 @@ class Laws:
         """Write the running rows of a relay of its own, then resolve them twice (debug only)."""
         driver, surface = self.driver, self.driver.surface
         relay = self.own_relay(effect)
-        batch = self.own_batch(self.operand(Law("merge"), effect, every(effect)), effect.slots)
+        batch = self.own_batch(self.operand(Law("merge"), effect, effect.rows()), effect.slots)
         slots, lengths = batch.req_pool_indices, driver.tensor(effect.lengths)
         outcomes: dict[str, Any] = {}
         resolves = {"tokens": lambda: surface.resolve_forward_inputs(batch, relay)}
@@ -302,11 +302,6 @@ class Laws:
             **more,
             **driver.relay_aspects(),
         )
-
-
-def every(effect: Effect) -> list[int]:
-    """Indices of all running rows."""
-    return list(range(len(effect.slots)))
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:

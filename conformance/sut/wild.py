@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from conformance.sut.laws import Laws, every
+from conformance.sut.laws import Laws
 from conformance.sut.surface import make_draft_input
 from generators.operations import Law, Wild
 from generators.protocol import Effect
@@ -57,7 +57,7 @@ class WildUses:
     # -- merging and filtering ------------------------------------------------------------------
 
     def _merge_raw_idle(self, use: str, effect: Effect) -> None:
-        live = self.laws.operand(_RELAYED, effect, every(effect))
+        live = self.laws.operand(_RELAYED, effect, effect.rows())
         raw = self.laws.operand(_STORED, effect, [])
         left, right = (live, raw) if use.endswith("right") else (raw, live)
         self._show(use, left, left.merge_batch, right)
@@ -70,12 +70,12 @@ class WildUses:
             "relayed-with-stored": (_RELAYED, _STORED),
             "stored-with-relayed": (_STORED, _RELAYED),
         }[use]
-        row = every(effect)[:1]
+        row = effect.rows()[:1]
         left, right = (self.laws.operand(form, effect, row) for form in forms)
         self._show(use, left, left.merge_batch, right)
 
     def _filter(self, use: str, effect: Effect) -> None:
-        rows = every(effect)
+        rows = effect.rows()
         keep = {
             "filter-duplicates": [*rows, 0],
             "filter-out-of-range": [len(rows)],
@@ -129,12 +129,12 @@ class WildUses:
 
     def _permuted_indices(self, use: str, effect: Effect) -> None:
         relay = self.laws.own_relay(effect, needs_cpu_seq_lens=True)
-        draft = self.laws.operand(_RELAYED, effect, every(effect)[::-1])
+        draft = self.laws.operand(_RELAYED, effect, effect.rows()[::-1])
         self._resolve(use, self.laws.own_batch(draft, effect.slots), relay)
 
     def _resolve_unwritten(self, use: str, effect: Effect) -> None:
         relay = self.laws.own_relay(effect, spare=1)
-        draft = self.laws.operand(_RELAYED, effect, every(effect)[:1])
+        draft = self.laws.operand(_RELAYED, effect, effect.rows()[:1])
         nobodys = self.driver.header.pool
         draft.future_indices = self.driver.tensor([nobodys])
         self._resolve(use, self.laws.own_batch(draft, [nobodys]), relay)
@@ -158,7 +158,7 @@ class WildUses:
 
     def _prepare_twice(self, use: str, effect: Effect) -> None:
         driver = self.driver
-        draft = self.laws.operand(_RELAYED, effect, every(effect))
+        draft = self.laws.operand(_RELAYED, effect, effect.rows())
         batch = self.laws.own_batch(draft, effect.slots)
         batch.forward_mode = driver.surface.forward_mode.DECODE
         pairs = zip(batch.reqs, effect.committed, strict=True)

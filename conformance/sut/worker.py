@@ -188,8 +188,10 @@ class _Worker:
                 reported = done
                 _send(self.stream, event="progress", operations=done, deviations=deviations)
 
-        shown = capabilities_for(self.surface, wild=wild)
-        known = Capabilities(**capabilities) if capabilities is not None else shown
+        if capabilities is not None:
+            known = Capabilities(**capabilities)
+        else:
+            known = capabilities_for(self.surface, wild=wild)
         exhausted: dict[str, Any] = {}
         chosen: Iterator[Trace] | None = None
         if given is not None:

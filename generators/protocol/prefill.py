@@ -318,9 +318,7 @@ def apply_absorb(state: State, operation: Operation) -> Effect:
             effect.left_out.append(row)  # keeps its slot, leaves the batch
         elif not request.finished:
             effect.keep.append(row)
-    stay = [state.prefill[row] for row in effect.keep]
-    effect.stays = len(stay)
-    state.running = state.running + stay
+    state.running = state.running + [state.prefill[row] for row in effect.keep]
     state.prefill = None
     lengths_of(effect, state.running)
     return effect

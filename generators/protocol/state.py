@@ -60,6 +60,11 @@ class Request:
     committed: int = 0
     finished: bool = False
 
+    @property
+    def earlier(self) -> int:
+        """Tokens that it put out before it was retracted: data, but for coming back with some."""
+        return min(2 * self.generation, self.length - 1)
+
 
 @dataclass(slots=True)
 class Effect:
@@ -72,7 +77,6 @@ class Effect:
         committed: per row of the running batch, the host's length when a step is prepared.
         before: per row of the running batch, the true length before the step.
         pending: per row of the running batch, the token it was given last.
-        stays: for a merge, how many rows the prefill batch still has.
         left_out: rows that leave a batch though they have not ended.
         ended: requests of which the host learns, after what is launched, that they have ended.
         landed: (number, slot) per row of the launch whose result the host processes, or None.
@@ -88,12 +92,15 @@ class Effect:
     committed: list[int] = field(default_factory=list)
     before: list[int] = field(default_factory=list)
     pending: list[int] = field(default_factory=list)
-    stays: int = 0
     left_out: list[int] = field(default_factory=list)
     ended: list[Request] = field(default_factory=list)
     landed: list[tuple[int, int]] | None = None
     landed_tails: list[int] | None = None
     in_flight: bool = False
+
+    def rows(self) -> list[int]:
+        """Indices of the batch's rows."""
+        return list(range(len(self.slots)))
 
 
 class Choices(Protocol):
@@ -184,15 +191,14 @@ class State:
 
     def launch(self, effect: Effect, requests: list[Request], *, tails: int = 0) -> None:
         """A forward starts; then, with overlap, the host processes the result of the one before."""
-        before = self._launch
-        self._launch = _Launch(
+        launched = _Launch(
             requests, [r.slot for r in requests], [r.length for r in requests], tails
         )
         if not self.header.overlap:
-            before = self._launch
-            self._launch = None
-            self._land(before)
-        elif before is not None:
+            self._land(launched)
+            return
+        before, self._launch = self._launch, launched
+        if before is not None:
             self._tell(effect, before)
 
     def land(self, effect: Effect) -> None:
