@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from conformance.difference import Difference
 from conformance.record import Record, record
 from conformance.replay import Player
 from conformance.sut.surface import Surface
-from conformance.verdict import Difference
 from generators.operations import Trace
 from generators.protocol import Capabilities
 from generators.shrink import shrink
@@ -123,6 +123,7 @@ def check(
     recording: bool = False,
     given: Iterable[Trace] | None = None,
     shrinking: bool = True,
+    kv_pool: bool = False,
 ) -> Result:
     """Run at least `operations` random operations on the tree and return what deviates.
 
@@ -142,6 +143,7 @@ def check(
             The budget then counts the operations of the traces, not those up to a deviation.
         given: traces to play, all of them, instead of random ones.
         shrinking: whether what deviates is made small.
+        kv_pool: whether the random traces have a KV pool.
     """
     result = Result()
     player = Player(surface, reached=result.reached, waived=waived)
@@ -185,7 +187,9 @@ def check(
             for trace in given:
                 consume(trace)
     else:
-        strategy = traces(capabilities, debug=surface.debug, compiled=compiled, wild=wild)
+        strategy = traces(
+            capabilities, debug=surface.debug, compiled=compiled, wild=wild, kv_pool=kv_pool
+        )
         generate(strategy, seed, consume)
     result.deviations = sorted(found.values(), key=lambda d: d.key)
     return result

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance.difference import Difference
+from conformance.kv_checks import ledger
 from conformance.observation import Observation
 from conformance.oracle import Facts, Oracle
 from conformance.sut.driver import Driver, table_width
+from conformance.sut.host_request import top_k
 from conformance.sut.surface import SLOTS_APART, Surface
-from conformance.verdict import Context, Difference, judge
+from conformance.verdict import Context, judge
 from generators.operations import Trace
 from generators.protocol import State, apply, situations
 
@@ -65,6 +68,7 @@ def facts_of(surface: Surface) -> Facts:
         mirrors=tuple((m.name, m.sums) for m in surface.draft_fields("mirror")),
         host_index_filter="host_index_filter" in surface.features,
         kv_slots_apart=SLOTS_APART,
+        top_k=top_k,
     )
 
 
@@ -117,8 +121,10 @@ class Player:
                 expected = Observation(observed.call, {})
             context.previous = previous
             if outcome.waived and outcome.waived[-1][0] == outcome.operations:
-                return  # the rest of this operation may follow from what was waived
-            difference = judge(expected, observed, context)
+                # The rest of this operation may follow from what was waived.
+                difference = ledger(expected, observed, context)
+            else:
+                difference = judge(expected, observed, context)
             if "outcome" in observed.aspects:
                 calls[f"outcome {observed.call}: {_verdict(observed, difference)}"] += 1
             if difference is not None:
@@ -133,7 +139,8 @@ class Player:
                 previous = expected.aspects
 
         driver = Driver(self.surface, trace.header, sink, width=table_width(trace))
-        oracle = Oracle(self.facts, trace.header, driver.channels())
+        width = 0 if driver.kv is None else driver.kv.width
+        oracle = Oracle(self.facts, trace.header, driver.channels(), width)
         for index, operation in enumerate(trace.operations):
             if progress is not None:
                 progress(index)
@@ -147,8 +154,10 @@ class Player:
                 driver.perform(operation, effect)
                 left = next(expectations, None)
                 if len(outcome.waived) > before:
-                    if left is not None:
-                        break  # the tree raised in the middle: there is no state to go on from
+                    if left is not None or (oracle.kv is not None and oracle.kv.ledger.lost):
+                        # The tree raised in the middle, or nobody can say any more whose slots are
+                        # whose: there is no state to go on from.
+                        break
                     oracle.resynchronize(driver.channels(), *driver.rows())
                 elif left is not None:
                     raise AssertionError(f"{operation.line()} gave no {left.call}")

@@ -8,53 +8,19 @@ carries its writer (:mod:`generators.values`), it also says whose value was seen
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from conformance import kv_checks
+from conformance.difference import Difference, RowDifference
 from conformance.observation import Observation, Outcome
 from generators.operations import Law, Operation
 from generators.protocol import Effect, State
 from generators.values import STRIDE, Write
 from reference.clauses import CLAUSES
-
-
-@dataclass
-class RowDifference:
-    """One row of one value that differs.
-
-    Attributes:
-        row: row of the batch, or slot of the relay.
-        request: who the row belongs to, for people.
-        expected, observed: the two values.
-        expected_writer, observed_writer: the writes these values come from, for people, or "".
-    """
-
-    row: int
-    request: str
-    expected: Any
-    observed: Any
-    expected_writer: str = ""
-    observed_writer: str = ""
-
-
-@dataclass
-class Difference:
-    """The first thing at which a tree and the specification part.
-
-    ``declare`` has, per undeclared attribute, its owner, its name and a guess at its kind.
-    """
-
-    clause: str
-    anomaly: str
-    call: str
-    aspect: str
-    expected: str
-    observed: str
-    rows: list[RowDifference] = field(default_factory=list)
-    declare: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -678,6 +644,17 @@ def _mirrors(clause: str) -> Check:
     return check
 
 
+_PREPARED: tuple[Check, ...] = (
+    _declared,
+    equal("committed", "R7"),
+    equal("committed_sum", "R7"),
+    _bounds,
+    _planning_sum,
+    kv_checks.top_k,
+)
+"""Checks of what a decode's preparation tells of lengths and sampling."""
+
+
 CHECKS: dict[str, tuple[Check, ...]] = {
     "relay": (_declared,),
     "batch": (_declared,),
@@ -710,14 +687,20 @@ CHECKS: dict[str, tuple[Check, ...]] = {
     ),
     "idle-resolve": (_error("I4"), equal("seq_lens", "I4"), _unchanged_relay("I4")),
     "idle": _rows_of("I5", filter_=False),
-    "prepare": (
-        _error("R7"),
-        _declared,
-        equal("committed", "R7"),
-        equal("committed_sum", "R7"),
-        _bounds,
-        _planning_sum,
+    "prepare": (_error("R7"), *_PREPARED),
+    "kv-prepare": (
+        _error("K9"),
+        kv_checks.fits,
+        kv_checks.ledger,
+        *_PREPARED,
+        kv_checks.bounds,
+        kv_checks.aligned,
     ),
+    "extend": (_error("K9"), kv_checks.ledger, equal("slots", "K3", "wrong-owner")),
+    "release": (_error("K5"),),
+    "kv": (kv_checks.ledger,),
+    "law-bookkeeping": (_error("K7"), kv_checks.as_eagle("bookkeeping", "lost-update")),
+    "law-penalties": (_error("K7"), kv_checks.as_eagle("penalties", "missing-row")),
     "resolve": (
         _resolve_error,
         layout("tokens", "R3"),

@@ -262,7 +262,13 @@ LAWS = (
     "lookup",
     "consume-twice",
     "resolve-nothing",
+    "bookkeeping",
+    "penalties",
 )
+
+
+KV_LAWS = ("bookkeeping", "penalties")
+"""Laws of what a decode is prepared with, for which there must be a KV pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +387,10 @@ class Header:
         compiled: whether those assertions run compiled, as they do in production, or eagerly.
         token_bits: token ids are below ``2**token_bits``.
         seed: of the token values.
+        kv_tokens: tokens of the KV pool; 0 where every request comes with a whole row allocated, so
+            that no slots are needed and lengths can be anything.
+        context: longest context of the model in tokens, where there is a KV pool.
+        plan_stream: whether a decode is prepared on a stream of its own.
     """
 
     algorithm: str = "DFLASH"
@@ -394,6 +404,9 @@ class Header:
     compiled: bool = False
     token_bits: int = 31
     seed: int = 0
+    kv_tokens: int = 0
+    context: int = 0
+    plan_stream: bool = False
 
     def line(self) -> str:
         return (
@@ -402,6 +415,8 @@ class Header:
             f"{'seeded, ' if self.seeded else ''}"
             f"host lengths {'on' if self.needs_cpu_seq_lens else 'off'}, "
             f"debug {'off' if not self.debug else 'compiled' if self.compiled else 'on'}, "
+            f"{f'KV pool {self.kv_tokens} tokens, context {self.context}, ' * bool(self.context)}"
+            f"{'plan stream, ' if self.plan_stream else ''}"
             f"seed {self.seed}"
         )
 
@@ -409,7 +424,14 @@ class Header:
 _INTEGERS = 1 << 31
 """Integers of a trace are below this; lengths are int32 on the host."""
 
-_BOUNDS = {"pool": (2, 1 << 20), "block": (1, 1024), "page": (1, 1024), "token_bits": (20, 63)}
+_BOUNDS = {
+    "pool": (2, 1 << 20),
+    "block": (1, 1024),
+    "page": (1, 1024),
+    "token_bits": (20, 63),
+    "kv_tokens": (0, 1 << 20),
+    "context": (0, 1 << 14),
+}
 
 
 @dataclass(frozen=True)
@@ -449,6 +471,8 @@ class Trace:
         for name, (low, high) in _BOUNDS.items():
             if not low <= getattr(header, name) <= high:
                 raise TraceError(f"header: '{name}' must be between {low} and {high}")
+        if bool(header.kv_tokens) != bool(header.context):
+            raise TraceError("header: 'kv_tokens' and 'context' go together")
         if not isinstance(data["operations"], list):
             raise TraceError("'operations' must be a list")
         operations = []

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from generators.operations import Header, Trace
-from generators.protocol import Capabilities, State, apply, draw
+from generators.protocol import Capabilities, State, apply, draw, kv
 
 _ENTROPY = 1 << 64
 
@@ -62,6 +62,37 @@ def _header(digits: Digits, capabilities: Capabilities, *, debug: bool, compiled
     )
 
 
+_CONTEXTS = (24, 40, 72, 136)
+
+
+def _kv_header(
+    digits: Digits, capabilities: Capabilities, *, debug: bool, compiled: bool
+) -> Header:
+    """Settings of a trace with a KV pool; many pools are nearly full with two requests."""
+    pool = (3, 4, 5, 6, 9)[digits.below(5)]
+    block = _BLOCKS[digits.below(len(_BLOCKS))]
+    page = _PAGES[digits.below(len(_PAGES))]
+    context = _CONTEXTS[digits.below(len(_CONTEXTS))]
+    least = kv.least_tokens(context, block, page)
+    ample = least * pool
+    tight = capabilities.reserves_two_blocks and digits.below(3)
+    tokens = least + digits.below(ample - least) if tight else ample
+    return Header(
+        pool=pool,
+        block=block,
+        page=page,
+        overlap=digits.below(6) != 5,
+        needs_cpu_seq_lens=digits.below(3) != 2,
+        debug=debug,
+        compiled=compiled,
+        token_bits=capabilities.token_bits,
+        seed=digits.below(1 << 20),
+        kv_tokens=tokens // page * page,
+        context=context,
+        plan_stream=digits.below(4) == 3,
+    )
+
+
 @st.composite
 def traces(
     draw_: st.DrawFn,
@@ -70,9 +101,13 @@ def traces(
     debug: bool = False,
     compiled: bool = False,
     wild: bool = False,
+    kv_pool: bool = False,
     longest: int = 120,
 ) -> Trace:
-    """Legal traces (with `wild`, also with wild operations) of at most `longest` operations."""
+    """Legal traces (with `wild`, also with wild operations) of at most `longest` operations.
+
+    With `kv_pool` they have one, and no wild operations.
+    """
     # One draw of fixed size for the whole structure. With a draw per operation Hypothesis would
     # spend most of its examples on copying operations about within the example before; and
     # integers it also picks from constants of whatever source files it finds.
@@ -82,7 +117,8 @@ def traces(
         Digits(int.from_bytes(tape[start : start + _WORD], "big"))
         for start in range(0, size, _WORD)
     ]
-    header = _header(words[0], capabilities, debug=debug, compiled=compiled)
+    settle = _kv_header if kv_pool else _header
+    header = settle(words[0], capabilities, debug=debug, compiled=compiled)
     state = State(header)
     operations = []
     for digits in words[1 : 2 + words[0].below(longest)]:

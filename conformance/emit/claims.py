@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from conformance.difference import Difference
 from conformance.emit.calls import Call
 from conformance.observation import Observation
 from conformance.sut.surface import Surface
-from conformance.verdict import Difference
 
 BEGINS = {"idle-signals": "publish"}
 """Calls whose claims compare with what was before an earlier call of the operation."""

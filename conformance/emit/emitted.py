@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from conformance.anomalies import ANOMALIES
+from conformance.difference import Difference
 from conformance.emit.calls import Call, Script
 from conformance.emit.claims import BEGINS, Claims, Scene
 from conformance.emit.template import Case, render
@@ -20,7 +21,6 @@ from conformance.oracle import Oracle
 from conformance.replay import facts_of
 from conformance.sut.driver import table_width
 from conformance.sut.surface import Surface, make_draft_input, make_pool, make_relay
-from conformance.verdict import Difference
 from generators.operations import Admit, Idle, Law, Mixed, Operation, Step, Trace, Wild
 from generators.protocol import State, apply
 from reference.clauses import CLAUSES

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from conformance.difference import Difference, RowDifference
 from conformance.kernels.buffers import Buffer, allocating, poisoned, same
 from conformance.kernels.catalog import Arguments, Kernel, Output
 from conformance.sut.isolation import StandInUsed
-from conformance.verdict import CLEAR_ERRORS, Difference, RowDifference
+from conformance.verdict import CLEAR_ERRORS
 from generators.kernel_inputs import Case, build
 
 _MOST_ELEMENTS = 12

@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from conformance.difference import Difference
 from conformance.kernels.checker import Check, Launch
 from conformance.kernels.misuse import Misuse
-from conformance.verdict import CLEAR_ERRORS, Difference
+from conformance.verdict import CLEAR_ERRORS
 from generators.kernel_inputs import Case, build
 
 _GAP = 3

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from conformance.difference import Difference
 from conformance.errors import NotOnThisTree, UserError
 from conformance.kernels import contracts, misuse, programs, sources
 from conformance.kernels.catalog import KERNELS
 from conformance.kernels.checker import Check, arguments, smallest
 from conformance.sut.surface import Surface
-from conformance.verdict import Difference
 from generators.kernel_inputs import Case
 
 Note = Callable[[Case], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ class Facts:
         mirrors: host mirrors of the draft input, with the name of their sum or None.
         kv_slots_apart: slot r's KV slot for position p is r * kv_slots_apart + p.
         host_index_filter: whether a filter takes host indices beside device indices.
+        top_k: how many candidates a request samples from, by its number.
     """
 
     device: torch.device
@@ -33,3 +35,4 @@ class Facts:
     mirrors: tuple[tuple[str, str | None], ...]
     host_index_filter: bool
     kv_slots_apart: int
+    top_k: Callable[[int], int]

@@ -12,6 +12,7 @@ from torch import Tensor
 from conformance.observation import FEW_ROWS, Observation
 from conformance.oracle.aspects import expect, rows_of
 from conformance.oracle.facts import Facts
+from conformance.oracle.kv import KvCache
 from conformance.oracle.laws import Laws
 from conformance.oracle.wild import WildUses
 from generators.operations import (
@@ -56,10 +57,14 @@ class Oracle:
         header: the trace's setting.
         born: the relay's channels as the tree made them. One that the tree creates at its first
             stash is missing; it is born poisoned under debug and uninitialized otherwise.
+        width: positions of a row of the KV cache, where the trace has one.
     """
 
-    def __init__(self, facts: Facts, header: Header, born: dict[str, Tensor]) -> None:
+    def __init__(
+        self, facts: Facts, header: Header, born: dict[str, Tensor], width: int = 0
+    ) -> None:
         self.facts, self.header = facts, header
+        self.kv = KvCache(header, width) if header.kv_tokens else None
         if "tokens" not in born:
             empty = torch.empty(header.pool, dtype=facts.token_dtype, device=facts.device)
             tokens = torch.full_like(empty, POISON) if facts.poison_tokens else empty
@@ -98,8 +103,16 @@ class Oracle:
         state right after that call.
         """
         perform = self._perform.get(type(operation))
+        if self.kv is not None and isinstance(operation, Retract | Preempt):
+            assert self.running is not None
+            kept = set(effect.keep)
+            gone = [r.slot for i, r in enumerate(self.running.requests) if i not in kept]
+            self.kv.left(gone)
         if perform is not None:
             yield from perform(operation, effect)
+        if self.kv is not None:
+            self.kv.left([request.slot for request in effect.ended])
+            yield expect("kv", **self.kv.unchanged())
 
     def resynchronize(
         self,
@@ -168,19 +181,43 @@ class Oracle:
     def _admit(self, operation: Admit, effect: Effect) -> Iterator[Observation]:
         yield from self._start()
         lengths = self.tensor(effect.lengths)
-        yield expect("admit-resolve", input_ids=lengths, seq_lens=lengths, **self.relay_aspects())
+        prompts = [range(length - 1, length) for length in effect.lengths]
+        if self.kv is not None:
+            prompts = yield from self._extended(effect, len(effect.slots))
+        yield expect(
+            "admit-resolve",
+            input_ids=self._ids(prompts, lengths),
+            seq_lens=lengths,
+            **self.relay_aspects(),
+        )
         slots = self.tensor(effect.slots)
         draft = yield from self._forward(effect, slots)
         self.prefill = _Batch(
             effect.requests, slots, lengths.to(torch.int32), draft, self.facts.direct_carry
         )
 
+    def _extended(self, effect: Effect, count: int) -> Generator[Observation, None, list[range]]:
+        """The first `count` rows are given slots for their prompts; what of each is prefilled."""
+        assert self.kv is not None
+        requests, lengths = effect.requests[:count], effect.lengths[:count]
+        starts = [self.kv.start(request) for request in requests]
+        slots = self.tensor(effect.slots[:count])
+        yield expect("extend", **self.kv.extended(requests, lengths), slots=slots)
+        return [range(start, length) for start, length in zip(starts, lengths, strict=True)]
+
+    def _ids(self, prompts: list[range], lengths: Tensor) -> Tensor:
+        """What is prefilled: with a KV pool a token is its position, without one the length."""
+        return lengths if self.kv is None else self.tensor([i for p in prompts for i in p])
+
     def _mixed(self, operation: Mixed, effect: Effect) -> Iterator[Observation]:
         yield from self._start()
         running, self.running = self.running, None
         assert running is not None
-        yield self._prepared(effect)
         admitted = len(effect.slots) - len(running.requests)
+        prefilled = [range(length - 1, length) for length in effect.lengths[:admitted]]
+        if self.kv is not None:
+            prefilled = yield from self._extended(effect, admitted)
+        yield self._prepared(running, effect)
         slots, prompts = self.tensor(effect.slots), self.tensor(effect.lengths[:admitted])
         batch = _Batch(
             effect.requests,
@@ -194,7 +231,7 @@ class Oracle:
             **self._batch_rows(batch),
             held=True,
             mode="MIXED",
-            extends=[1] * len(effect.slots),
+            extends=[len(p) for p in prefilled] + [1] * len(running.requests),
             **self.relay_aspects(),
         )
         tails = slots[admitted:]
@@ -207,21 +244,32 @@ class Oracle:
             published = self.relay.peek_lengths(tails)
         tokens = self.relay.resolve_tokens(tails)
         lengths = torch.cat([prompts, published + 1])
-        positions = torch.cat([prompts - 1, published])
+        prefilled += [range(length, length + 1) for length in published.tolist()]
         # Without overlap the sum of a merged batch is taken later, where it is needed.
         sums = {"host_sum": int(lengths.sum())} if self.header.overlap else {}
         yield expect(
             "mixed-resolve",
-            input_ids=torch.cat([prompts, tokens]),
+            input_ids=torch.cat([self._ids(prefilled[:admitted], prompts), tokens]),
             seq_lens=lengths,
             host=lengths.cpu(),
             **sums,
-            prefix=positions.tolist(),
-            kv_slots=slots * self.facts.kv_slots_apart + positions,
+            prefix=[positions.start for positions in prefilled],
+            kv_slots=self._kv_slots(effect.slots, prefilled),
             **self.relay_aspects(),
         )
         batch.draft = yield from self._forward(effect, slots)
         self.prefill = batch
+
+    def _kv_slots(self, rows: list[int], positions: list[range]) -> Tensor:
+        """The KV slots of each row's positions."""
+        apart = self.facts.kv_slots_apart
+        found: list[int] = []
+        for row, places in zip(rows, positions, strict=True):
+            if self.kv is None:
+                found += [row * apart + place for place in places]
+            else:
+                found += self.kv.slots(row, places)
+        return self.tensor(found)
 
     def _seed(self, operation: Seed, effect: Effect) -> Iterator[Observation]:
         yield from self._start()
@@ -311,23 +359,28 @@ class Oracle:
             "slots_cpu": batch.slots.cpu(),
         }
 
-    def _prepared(self, effect: Effect) -> Observation:
+    def _prepared(self, running: _Batch, effect: Effect) -> Observation:
         """Host lengths once a decode of the running batch is prepared."""
         lag = self.facts.host_lengths_lag
-        prepared: dict[str, Any] = {}
+        asked = [self.facts.top_k(request.number) for request in running.requests]
+        uniform = asked[0] if len(set(asked)) == 1 else None
+        prepared: dict[str, Any] = {"top_k": (max(asked), uniform), "asked": asked}
+        if self.kv is not None:
+            prepared.update(self.kv.prepared(running.requests, effect))
         if lag or not self.header.overlap:
             committed = torch.tensor(effect.committed, dtype=torch.int64)
             prepared.update(committed=committed, committed_sum=sum(effect.committed))
         if lag:
             prepared.update(planning=effect.before)
-        return expect("prepare", undeclared=[], **prepared)
+        call = "prepare" if self.kv is None else "kv-prepare"
+        return expect(call, undeclared=[], **prepared)
 
     def _step(self, operation: Step, effect: Effect) -> Iterator[Observation]:
         batch = self.running
         assert batch is not None
         facts, header = self.facts, self.header
         lag = facts.host_lengths_lag and header.overlap
-        yield self._prepared(effect)
+        yield self._prepared(batch, effect)
         if not header.overlap:
             tokens, lengths = batch.draft.tokens, batch.draft.lengths
         elif batch.direct:

@@ -16,8 +16,8 @@ from unittest import mock
 
 import torch
 
+from conformance.sut.doubles import Settings
 from conformance.sut.host_request import HarnessGap
-from conformance.sut.surface import Settings
 
 if TYPE_CHECKING:
     from conformance.sut.driver import Driver

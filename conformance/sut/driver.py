@@ -3,8 +3,9 @@
 The driver knows the protocol of one overlapped step and nothing of what the values should be: it
 is handed them (:class:`~generators.protocol.Effect`), as the target model would. What it calls is
 the tree's own: relay, draft input, the worker's builders, ``ScheduleBatch.filter_batch`` and
-``merge_batch``, ``prepare_for_decode`` and the scheduler's ``_forward_isolation``. Every request
-comes with its whole row allocated, so that ``prepare_for_decode`` needs no KV slots.
+``merge_batch``, ``prepare_for_decode`` and the scheduler's ``_forward_isolation``. Where the trace
+has a KV pool, so is all that hands out its slots (:mod:`conformance.sut.kv_cache`); elsewhere every
+request comes with its whole row allocated, so that ``prepare_for_decode`` needs none.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch import Tensor
 
 from conformance.observation import FEW_ROWS, Observation
 from conformance.sut.decode_server import DecodeServer
+from conformance.sut.doubles import SamplingInfo, Settings
 from conformance.sut.host_request import HarnessGap, HostRequest
+from conformance.sut.kv_cache import KvCache, set_plan_stream
 from conformance.sut.laws import Laws
 from conformance.sut.surface import (
-    SamplingInfo,
-    Settings,
     Surface,
     make_draft_input,
     make_pool,
@@ -96,14 +97,19 @@ class Driver(Watch):
         recording: bool = False,
         width: int = 1,
     ) -> None:
-        surface.settings.set(speculative_num_draft_tokens=header.block)
-        self.pool = make_pool(surface, header.pool, width)
+        surface.settings.set(
+            speculative_num_draft_tokens=header.block,
+            max_speculative_num_draft_tokens=header.block,
+        )
+        set_plan_stream(header.plan_stream)
+        self.kv = KvCache(surface, header) if header.kv_tokens else None
+        self.pool = make_pool(surface, header.pool, width) if self.kv is None else self.kv.pool
         relay = make_relay(surface, self.pool, needs_cpu_seq_lens=header.needs_cpu_seq_lens)
         super().__init__(surface, header, relay, sink, recording=recording)
         self.model_config = Settings(is_encoder_decoder=False, vocab_size=1 << 31)
-        self.allocator = Settings(page_size=header.page)
-        self.tree = _Tree()
-        self.requests: dict[tuple[int, int], HostRequest] = {}
+        self.allocator = Settings(page_size=header.page) if self.kv is None else self.kv.allocator
+        self.tree = _Tree() if self.kv is None else self.kv.tree
+        self.requests: dict[tuple[int, int], Any] = {}
         self._turn = 0
         self._queue: deque[Any] = deque()
         self._counted = False
@@ -121,7 +127,7 @@ class Driver(Watch):
             Adopt: self._absorb,
             Merge: self._absorb,
             Step: self._step,
-            Sync: lambda _, effect: self._process_result(),
+            Sync: self._sync,
             Finish: lambda _, effect: self._end(effect),
             Filter: self._filter,
             Retract: self._drop,
@@ -139,13 +145,17 @@ class Driver(Watch):
         if perform is not None:
             with contextlib.suppress(Stopped):
                 perform(operation, effect)
+                if self.kv is not None:
+                    self.observe("kv", kv=self.kv.view())
 
     # -- making batches --------------------------------------------------------------------------
 
     def tensor(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
-    def _host_request(self, request: Request) -> HostRequest:
+    def _host_request(self, request: Request) -> Any:
+        if self.kv is not None:
+            return self.kv.host(request)
         key = (request.number, request.generation)
         host = self.requests.get(key)
         if host is None:
@@ -264,6 +274,7 @@ class Driver(Watch):
             self._queue.append(self.call("copy", batch.copy))
             if effect.landed is not None:
                 self._process_result()
+        self._learn(effect)
         self._end(effect)
 
     # -- operations -----------------------------------------------------------------------------
@@ -289,9 +300,13 @@ class Driver(Watch):
         """A prefill batch of the effect's first `count` rows."""
         requests = effect.requests[:count]
         lengths = effect.lengths[:count]
-        for request, length in zip(requests, lengths, strict=True):
-            self._host_request(request).kv_committed_len = length
         batch = self.new_batch(requests, effect.slots[:count], lengths)
+        if self.kv is None:
+            for host, length in zip(batch.reqs, lengths, strict=True):
+                host.kv_committed_len = length
+        else:
+            self.call("extend", self.kv.extend, batch, requests, lengths)
+            self.observe("extend", kv=self.kv.view(), slots=batch.req_pool_indices)
         chunk = [host for host in batch.reqs if host.rid == operation.chunk]
         batch.chunked_req = chunk[0] if chunk else None
         return batch
@@ -304,12 +319,13 @@ class Driver(Watch):
             raise HarnessGap("the relay has no stash_bonus_tokens, which mixed batches need")
         batch = self._prefill_batch(operation, effect, len(effect.slots) - len(running.reqs))
         self._prepare(running, effect)
-        # Of every prompt the last token is prefilled, the others are cached.
-        rows, before = len(batch.reqs), [length - 1 for length in batch.seq_lens.tolist()]
-        batch.prefix_lens, batch.extend_lens = before, [1] * rows
-        batch.extend_num_tokens, batch.extend_logprob_start_lens = rows, [0] * rows
-        kv_slots = self.pool.req_to_token[batch.req_pool_indices, self.tensor(before)]
-        batch.out_cache_loc = kv_slots.to(torch.int64)
+        if self.kv is None:
+            # Of every prompt the last token is prefilled, the others are cached.
+            rows, before = len(batch.reqs), [length - 1 for length in batch.seq_lens.tolist()]
+            batch.prefix_lens, batch.extend_lens = before, [1] * rows
+            batch.extend_num_tokens, batch.extend_logprob_start_lens = rows, [0] * rows
+            kv_slots = self.pool.req_to_token[batch.req_pool_indices, self.tensor(before)]
+            batch.out_cache_loc = kv_slots.to(torch.int64)
         held = self.hold(running)
         self.call("mix", batch.mix_with_running, running)
         self.observe(
@@ -367,7 +383,7 @@ class Driver(Watch):
     def _prefill(self, batch: Any, effect: Effect) -> None:
         """Run a prefill batch whose inputs are resolved; it is the last prefill batch then."""
         tokens = self.tensor(effect.tokens)
-        lengths, host = batch.seq_lens, batch.seq_lens_cpu
+        lengths, allocated = batch.seq_lens, self._allocated(batch)
 
         def build() -> Any:
             # A prefill publishes the batch's own lengths: the sampled token is not counted.
@@ -376,11 +392,16 @@ class Driver(Watch):
                 tokens,
                 lengths,
                 prefill=True,
-                cur_allocated_seq_lens_cpu=host,
+                cur_allocated_seq_lens_cpu=allocated,
             )
 
         self._forward(batch, effect, build)
         self.prefill = batch
+
+    def _allocated(self, batch: Any) -> Tensor:
+        """Allocated lengths of a batch's requests, which old trees hand on with the draft input."""
+        of = KvCache.allocated
+        return torch.tensor([of(host) for host in batch.reqs], dtype=torch.int64)
 
     def _absorb(self, operation: Operation, effect: Effect) -> None:
         batch = self.prefill
@@ -418,20 +439,29 @@ class Driver(Watch):
     def _prepare(self, batch: Any, effect: Effect) -> None:
         """What the running batch goes through before it decodes."""
         batch.forward_mode = self.surface.forward_mode.DECODE
-        for host, committed in zip(batch.reqs, effect.committed, strict=True):
-            host.kv_committed_len = committed
         draft = batch.spec_info
-        before = self.before(batch)
-        self.call("prepare", draft.prepare_for_decode, batch)
-        planning = getattr(draft, "planning_seq_lens_cpu", None)
         aspects: dict[str, Any] = {}
+        before = self.before(batch)
+        call = "prepare" if self.kv is None else "kv-prepare"
+        if self.kv is None:
+            for host, committed in zip(batch.reqs, effect.committed, strict=True):
+                host.kv_committed_len = committed
+            self.call(call, draft.prepare_for_decode, batch)
+        else:
+            aspects["fits"] = bool(self.call(call, batch.check_decode_mem))
+            self.call(call, batch.prepare_for_decode)
+            aspects["kv"] = self.kv.view()
+            aspects["bounds"] = {m.name: getattr(draft, m.name) for m in self.mirrors}
+            aspects["bound_sums"] = {m.sums: getattr(draft, m.sums) for m in self.mirrors if m.sums}
+        aspects["top_k"] = (draft.max_top_k, draft.uniform_top_k_value)
+        planning = getattr(draft, "planning_seq_lens_cpu", None)
         if self._lag or not self.header.overlap:
             # Elsewhere the resolve replaces what is prepared here.
             aspects.update(committed=batch.seq_lens_cpu, committed_sum=batch.seq_lens_sum)
         if planning is not None:
             aspects.update(planning=planning, planning_sum=draft.planning_seq_lens_sum)
         self.observe(
-            "prepare",
+            call,
             draft,
             self.written(batch, before),
             **self.census(len(batch.reqs), draft=draft),
@@ -490,6 +520,10 @@ class Driver(Watch):
         self._filter_running("filter", effect, *([leaving] if leaving else []))
 
     def _drop(self, operation: Retract | Preempt, effect: Effect) -> None:
+        if self.kv is not None:
+            rows = range(len(self.running.reqs))
+            gone = [row for row in rows if row not in effect.keep]
+            self.call(operation.op, self.kv.retract, self.running, gone)
         self._filter_running(operation.op, effect, keep_indices=list(effect.keep))
 
     def _filter_running(self, call: str, effect: Effect, *args: Any, **kwargs: Any) -> None:
@@ -503,10 +537,24 @@ class Driver(Watch):
             self.observe(call, requests=[host.rid for host in batch.reqs])
             self.running = None
 
+    def _learn(self, effect: Effect) -> None:
+        """The host learns how long requests have become."""
+        if self.kv is not None:
+            for request, length in effect.learned:
+                self.kv.learn(request, length)
+
     def _end(self, effect: Effect) -> None:
         """The host learns of ends; filters leave such requests out."""
         for request in effect.ended:
-            self._host_request(request).finished_flag = True
+            if self.kv is None:
+                self._host_request(request).finished_flag = True
+            else:
+                self.call("release", self.kv.release, request)
+
+    def _sync(self, operation: Sync, effect: Effect) -> None:
+        self._process_result()
+        self._learn(effect)
+        self._end(effect)
 
     def _process_result(self) -> None:
         """The host processes a result: it finds the batch as it was launched."""

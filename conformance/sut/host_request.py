@@ -5,13 +5,30 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from conformance.sut.surface import Settings
+from conformance.sut.doubles import Settings
 from generators.protocol import Request
 from generators.values import STRIDE
 
-_SAMPLING = Settings(top_k=1)
+_TOP_KS = (1, 1, 20, 1 << 30)
+"""What requests ask for, in turn: two agree, and of the others one asks for everything."""
 _EARLIER = -7
 """A token that a request put out before it was retracted."""
+
+
+def top_k(number: int) -> int:
+    """How many candidates request `number` samples from."""
+    return _TOP_KS[number % len(_TOP_KS)]
+
+
+def sampling(number: int) -> Settings:
+    """The sampling parameters of request `number`."""
+    return _SAMPLING[number % len(_TOP_KS)]
+
+
+_SAMPLING = [
+    Settings(top_k=k, max_new_tokens=1 << 20, custom_params=None, stop_strs=[], stop_regex_strs=[])
+    for k in _TOP_KS
+]
 
 
 class HarnessGap(AttributeError):
@@ -42,7 +59,7 @@ class HostRequest:
         self.prefix_len = self.extend_end = length
         self.output_ids = [_EARLIER] * request.earlier + [request.token]
         self.kv_allocated_len = (length // STRIDE + 1) * STRIDE + STRIDE
-        self.sampling_params = _SAMPLING
+        self.sampling_params = sampling(request.number)
         self.decode_batch_idx = 0
         self.finished_flag = False
         self.return_logprob = False

@@ -4,6 +4,7 @@ A full SGLang install is gigabytes of CUDA packages; the code under test needs t
 few small ones. A ``sys.meta_path`` finder answers every ``sglang.*`` import in one of three ways:
 
 real    the tree's own source, compiled as it is (or with the syntax-tree edits of a seeded fault);
+        of a module too large to load, :class:`Excerpt` takes single definitions;
 double  a declared answer of the harness (``is_cuda``, ``get_spec``), listed in ``doubles``;
 inert   a stand-in that may be subclassed, used as a decorator, annotation or constant *while
         modules load*. After :meth:`Isolation.seal` any use of one raises :class:`StandInUsed`
@@ -12,7 +13,6 @@ inert   a stand-in that may be subclassed, used as a decorator, annotation or co
 
 from __future__ import annotations
 
-import abc
 import ast
 import hashlib
 import importlib.abc
@@ -24,7 +24,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 PACKAGE = "sglang"
 
@@ -50,8 +50,11 @@ def _refuse(name: str, use: str) -> None:
     )
 
 
-class _InertMeta(abc.ABCMeta):
-    """Metaclass of every stand-in: tolerant until sealed, then loud."""
+class _InertMeta(type(Protocol)):  # type: ignore[misc]
+    """Metaclass of every stand-in: tolerant until sealed, then loud.
+
+    A real class may have a stand-in and an abstract class or protocol as its bases.
+    """
 
     __stand_in__: str
 
@@ -76,7 +79,7 @@ class _InertMeta(abc.ABCMeta):
     def __instancecheck__(cls, instance: Any) -> bool:
         if _State.sealed and cls.__dict__.get("__is_stand_in__"):
             _refuse(cls.__stand_in__, "used in isinstance")
-        return super().__instancecheck__(instance)
+        return bool(super().__instancecheck__(instance))
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -140,6 +143,19 @@ def make_inert(name: str) -> Any:
     return _InertMeta(name.rpartition(".")[2], (), namespace)
 
 
+@dataclass(frozen=True)
+class Excerpt:
+    """A definition of the tree, without the rest of the module that holds it.
+
+    Attributes:
+        module: its module; what it needs of that module comes along.
+        name: a function, class or constant of the module's top level.
+    """
+
+    module: str
+    name: str
+
+
 class _InertModule(types.ModuleType):
     """A module of the tree that was not loaded: every name in it is inert, or a double."""
 
@@ -154,13 +170,13 @@ class _InertModule(types.ModuleType):
             raise AttributeError(name)
         isolation: Isolation = self.__dict__["__isolation"]
         label = f"{self.__name__}.{name}"
-        if label in isolation.doubles:
-            value = isolation.doubles[label]
+        declared = label if label in isolation.doubles else f"*.{name}"
+        value = isolation.doubles.get(declared, _MISSING)
+        if isinstance(value, Excerpt):
+            value = isolation.excerpt(value)
+        elif value is not _MISSING:
             isolation.used_doubles.add(label)
-        elif f"*.{name}" in isolation.doubles:
-            value = isolation.doubles[f"*.{name}"]
-            isolation.used_doubles.add(label)
-        else:
+        if value is _MISSING:
             if _State.sealed and f"{self.__name__}.{name}" not in isolation.inert:
                 _refuse(label, "imported")
             isolation.inert.add(label)
@@ -168,6 +184,8 @@ class _InertModule(types.ModuleType):
         self.__dict__[name] = value
         return value
 
+
+_MISSING = object()
 
 Edit = Callable[[ast.Module], ast.Module]
 
@@ -179,7 +197,8 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     Args:
         root: folder that holds ``sglang/``.
         real: names of the modules answered from the tree.
-        doubles: ``module.attribute`` (or ``*.attribute``) to the harness's answer.
+        doubles: ``module.attribute`` (or ``*.attribute``) to the harness's answer, or to an
+            :class:`Excerpt` of the tree.
         relocated: module name to a path below ``root`` for trees that moved a file.
         edits: module name to a syntax-tree transformation (seeded faults).
         accelerated: the tree is told of an accelerator, so what it imports below ``if is_cuda():``
@@ -197,6 +216,7 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     used_doubles: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     _absent: set[str] = field(default_factory=set)
+    _excerpts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def absent(self, package: str) -> None:
         """Answer a package that this environment lacks with stand-ins, if it is asked for."""
@@ -254,6 +274,29 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         return None
 
+    def excerpt(self, wanted: Excerpt) -> Any:
+        """The definition and what it needs of its module; missing where the tree lacks it."""
+        space = self._excerpts.setdefault(wanted.module, {"__name__": wanted.module})
+        if wanted.name in space:
+            return space[wanted.name]
+        source = self.source_of(wanted.module)
+        if source is None:
+            return _MISSING
+        tree = ast.parse(source.read_bytes())
+        edit = self.edits.get(wanted.module)
+        chosen = _needed(tree if edit is None else edit(tree), wanted.name)
+        if not any(isinstance(node, _DEFINITIONS) for node in chosen):
+            return _MISSING
+        future = ast.parse("from __future__ import annotations").body
+        module = ast.fix_missing_locations(ast.Module(future + chosen, type_ignores=[]))
+        code = compile(module, str(source), "exec", dont_inherit=True)
+        with self.unsealed():
+            exec(code, space)
+        self.loaded[f"{wanted.module}:{wanted.name}"] = hashlib.sha256(
+            ast.unparse(module).encode()
+        ).hexdigest()
+        return space[wanted.name]
+
     def digest(self) -> str:
         """sha256 over the names and contents of the real modules that were loaded."""
         total = hashlib.sha256()
@@ -301,8 +344,9 @@ class _RealLoader(importlib.abc.Loader):
         with self.isolation.unsealed():  # a module that the code under test imports late
             exec(code, module.__dict__)
         for label, value in self.isolation.doubles.items():
-            if label.startswith(prefix) and "." not in label[len(prefix) :]:
-                setattr(module, label[len(prefix) :], value)
+            name = label[len(prefix) :] if label.startswith(prefix) else ""
+            if name in module.__dict__:
+                setattr(module, name, value)
                 self.isolation.used_doubles.add(label)
 
     def _as_source(self, tree: ast.Module) -> ast.Module:
@@ -312,6 +356,36 @@ class _RealLoader(importlib.abc.Loader):
         # Without a modification time linecache keeps the entry whatever the file holds.
         linecache.cache[str(self.path)] = (len(self.edited), None, lines, str(self.path))
         return ast.parse(self.edited, filename=str(self.path))
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+
+
+def _needed(tree: ast.Module, name: str) -> list[ast.stmt]:
+    """Statements of the top level that define `name`, and all that these need, in order."""
+    binds = [(statement, _bound(statement)) for statement in tree.body]
+    wanted, names = set[int](), {name}
+    while True:
+        chosen = {i for i, (_, bound) in enumerate(binds) if bound & names}
+        if chosen == wanted:
+            return [binds[i][0] for i in sorted(chosen)]
+        wanted = chosen
+        for i in chosen:
+            names |= {node.id for node in ast.walk(binds[i][0]) if isinstance(node, ast.Name)}
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """Names that a statement of a module's top level binds."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return {statement.name}
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        names = {a.asname or a.name.partition(".")[0] for a in statement.names}
+        future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
+        return set() if future else names
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    if isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
 def _required_packages(tree: ast.Module | ast.If, *, conditional: bool) -> set[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation, merge_call
+from conformance.sut.doubles import Settings
 from conformance.sut.surface import make_draft_input, make_pool, make_relay
 from generators.operations import Law
 from generators.protocol import Effect
@@ -44,11 +45,58 @@ class Laws:
             "lookup": self._lookup,
             "consume-twice": self._consume_twice,
             "resolve-nothing": self._resolve_nothing,
+            "bookkeeping": self._bookkeeping,
+            "penalties": self._penalties,
         }
 
     def perform(self, operation: Law, effect: Effect) -> None:
         """Carry out one law."""
         self._perform[operation.law](operation, effect)
+
+    # -- what a decode is prepared with ---------------------------------------------------------
+
+    def _bookkeeping(self, operation: Law, effect: Effect) -> None:
+        """How often the eviction hook ran, and by how much each request's decodes grew."""
+
+        def count(batch: Any) -> Callable[[], dict[str, Any]]:
+            calls = []
+            batch.maybe_evict_swa = lambda: calls.append(1)
+            before = [host.decode_batch_idx for host in batch.reqs]
+            return lambda: {
+                "evictions": len(calls),
+                "decodes": [
+                    h.decode_batch_idx - b for h, b in zip(batch.reqs, before, strict=True)
+                ],
+            }
+
+        self._prepare_both("law-bookkeeping", count)
+
+    def _penalties(self, operation: Law, effect: Effect) -> None:
+        """Which tokens the penalizers are handed."""
+
+        def collect(batch: Any) -> Callable[[], Tensor | None]:
+            handed: list[Tensor] = []
+            batch.sampling_info = copy.copy(batch.sampling_info)
+            batch.sampling_info.penalizer_orchestrator = Settings(
+                is_required=True, cumulate_output_tokens=handed.append
+            )
+            return lambda: torch.stack(handed) if handed else None
+
+        self._prepare_both("law-penalties", collect)
+
+    def _prepare_both(self, call: str, watch: Callable[[Any], Callable[[], Any]]) -> None:
+        """Prepare a copy of the running batch as DFlash does, and one as EAGLE does."""
+        cache, running = self.driver.kv, self.driver.running
+        assert cache is not None
+        seen = {}
+        for name, prepare in (("dflash", lambda b: b.prepare_for_decode()), ("eagle", cache.eagle)):
+            twin = cache.copy(running)
+            twin.spec_info = copy.copy(running.spec_info)
+            twin.forward_mode = self.driver.surface.forward_mode.DECODE
+            result = watch(twin)
+            self.driver.call(call, prepare, twin)
+            seen[name] = result()
+        self.driver.observe(call, **seen)
 
     # -- filtering and merging ------------------------------------------------------------------
 

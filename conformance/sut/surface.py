@@ -23,7 +23,9 @@ import torch
 
 from conformance.errors import NoEntryPoint
 from conformance.kernels.sources import MODULES, narrow_buffer
+from conformance.sut import doubles
 from conformance.sut.device import Device
+from conformance.sut.doubles import Settings
 from conformance.sut.fields import FIELDS, OWNERS, Field
 from conformance.sut.isolation import Edit, Isolation, StandInUsed
 from generators.protocol import Capabilities
@@ -38,6 +40,10 @@ MODES = f"{_SRT}.model_executor.forward_batch_info"
 SCHEDULER = f"{_SRT}.managers.scheduler"
 ARGUMENTS = f"{_SRT}.arg_groups.speculative_hook"
 PREBUILT = f"{_SRT}.disaggregation.decode"
+KV = f"{_SRT}.mem_cache."
+SIZING = f"{KV}allocation_sizing"
+EAGLE = f"{_SRT}.speculative.eagle_utils"
+EAGLE_DRAFT = f"{_SRT}.speculative.eagle_info_v2"
 
 REAL = (
     RELAY,
@@ -52,8 +58,37 @@ REAL = (
     f"{_SRT}.speculative.spec_utils",
     f"{_SRT}.speculative.triton_ops.gather_spec_extras",
     "sglang.kernels.ops.speculative.gather_spec_extras",
-    f"{_SRT}.mem_cache.allocation",
-    f"{_SRT}.mem_cache.allocation_sizing",
+    *(
+        KV + name
+        for name in (
+            "allocation",
+            "allocation_sizing",
+            "allocator",
+            "allocator.base",
+            "allocator.page_interleave",
+            "allocator.paged",
+            "allocator.token",
+            "base_prefix_cache",
+            "cache_init_params",
+            "chunk_cache",
+            "common",
+            "events",
+            "evict_policy",
+            "memory_pool",
+            "radix_cache",
+            "session_radix_cache",
+            "triton_ops.allocator",
+            "triton_ops.common",
+            "unified_cache.component_type",
+            "utils",
+        )
+    ),
+    "sglang.kernels.ops.memory.allocator",
+    "sglang.kernels.ops.memory.common",
+    EAGLE,
+    EAGLE_DRAFT,
+    f"{_SRT}.speculative.triton_ops.cache_locs",
+    f"{_SRT}.dllm.mixin.req",
     f"{_SRT}.beam_search.batch_tail",
     f"{_SRT}.disaggregation.decode_schedule_batch_mixin",
     f"{_SRT}.speculative.dflash_disaggregation",
@@ -68,81 +103,6 @@ SLOTS_APART = 3
 
 MEASURED = (RELAY, DRAFT)
 """Modules whose never executed lines a report lists."""
-
-
-class Settings:
-    """The harness's answer to "what are the server arguments?"; unknown ones are refused."""
-
-    def __init__(self, **values: Any) -> None:
-        self.set(**values)
-
-    def set(self, **values: Any) -> None:
-        """Change answers."""
-        self.__dict__.update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise StandInUsed(f"the code under test reads the setting {name!r}, which is not declared")
-
-
-def _false(*_: Any, **__: Any) -> bool:
-    return False
-
-
-def _true(*_: Any, **__: Any) -> bool:
-    return True
-
-
-_PLATFORM_QUESTIONS = (
-    "is_cuda",
-    "is_hip",
-    "is_npu",
-    "is_xpu",
-    "is_cpu",
-    "is_mps",
-    "is_musa",
-    "is_pin_memory_available",
-)
-"""Functions by which a tree asks where it runs; the device answers."""
-
-
-_SETTINGS = ("get_spec", "get_exec", "get_disagg", "get_server_args", "get_global_server_args")
-"""Functions by which a tree asks for its server arguments."""
-
-
-class SamplingInfo:
-    """Sampling parameters of a batch: the double only knows whose row is whose."""
-
-    penalizer_orchestrator = Settings(is_required=False)
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-
-    @classmethod
-    def from_schedule_batch(cls, batch: Any, *_: Any) -> SamplingInfo:
-        return cls([request.rid for request in batch.reqs])
-
-    def filter_batch(self, keep_indices: list[int], *_: Any) -> None:
-        self.rows = [self.rows[i] for i in keep_indices]
-
-    def merge_batch(self, other: SamplingInfo) -> None:
-        self.rows = self.rows + other.rows
-
-    def copy_for_forward(self) -> SamplingInfo:
-        return SamplingInfo(self.rows)
-
-
-def _slots(_: Any, count: int) -> torch.Tensor:
-    return torch.arange(count)
-
-
-def _paged_slots(*arguments: Any) -> torch.Tensor:
-    return torch.arange(arguments[-1])
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 @dataclass
@@ -268,37 +228,9 @@ def open_tree(
         NoEntryPoint: the tree has no relay, draft input, batch or builder any more.
     """
     os.environ["SGLANG_IS_IN_CI"] = "1" if debug else "0"
-    settings = Settings(
-        speculative_num_draft_tokens=4,
-        speculative_algorithm="DFLASH",
-        enable_multi_layer_eagle=False,
-        mamba=Settings(enable_mamba_extra_buffer=False, enable_mamba_extra_buffer_lazy=False),
-        disaggregation_decode_enable_radix_cache=False,
-        disaggregation_decode_host_receive_threshold=1,
-    )
-
-    def answer(*_: Any, **__: Any) -> Settings:
-        return settings
-
-    doubles: dict[str, Any] = {
-        f"*.{name}": _true if name in device.answers else _false for name in _PLATFORM_QUESTIONS
-    }
-    # Old trees re-allocate behind the carried watermark on every prepare. What the slots are is
-    # the KV clauses' business; here they only have to exist.
-    doubles["*.alloc_token_slots"] = _slots
-    doubles["*.alloc_paged_token_slots_extend"] = _paged_slots
-    doubles["*.get_last_loc"] = _nothing
-    doubles["*.assign_req_to_token_pool_func"] = _nothing
-    # What a decode server asks of its prefix cache and clock when a prefilled request arrives.
-    for name in ("checkpoint_kv_cache", "maybe_cache_unfinished_req", "set_time_batch"):
-        doubles[f"*.{name}"] = _nothing
-    doubles["*.async_h2d"] = torch.tensor
-    doubles["*.SamplingBatchInfo"] = SamplingInfo
-    for module in ("runtime_context", "server_args"):
-        for name in _SETTINGS:
-            doubles[f"{_SRT}.{module}.{name}"] = answer
+    settings = doubles.settings()
     loader = Isolation(
-        *(root, REAL, doubles),
+        *(root, REAL, doubles.doubles(device.answers, settings)),
         relocated=relocated or {},
         edits=edits or {},
         accelerated=bool(device.answers),

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from conformance.observation import Observation, Outcome
+from conformance.sut.doubles import Settings
 from conformance.sut.fields import guess
 from conformance.sut.host_request import HarnessGap
 from conformance.sut.isolation import StandInUsed
-from conformance.sut.surface import Settings, Surface
+from conformance.sut.surface import Surface
 from generators.operations import Header
 
 

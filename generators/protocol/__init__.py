@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from generators.operations import Adopt, Merge, Operation, Trace
-from generators.protocol import checks, decode, prefill
+from generators.operations import Adopt, Finish, Merge, Operation, Trace
+from generators.protocol import checks, decode, kv, prefill
 from generators.protocol.situations import SITUATIONS, situations
 from generators.protocol.state import (
     Capabilities,
@@ -216,6 +216,9 @@ def draw(
         return step
     if state.prefill is not None and choose.below(4):
         return Merge() if state.running else Adopt()
+    over = kv.ends_first(state)
+    if over and not state.in_flight(over[0]):
+        return Finish(over[0].number)
     if state.unfiltered and choose.below(2):
         filtered = decode.draw_filter(state, choose, capabilities)
         if filtered is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from generators.operations import LAWS, WILD_USES, Law, Operation, Wild
+from generators.operations import KV_LAWS, LAWS, WILD_USES, Law, Operation, Wild
+from generators.protocol import kv
 from generators.protocol.state import Capabilities, Choices, Effect, State, lengths_of
 
 
@@ -15,6 +16,11 @@ def refuse_law(state: State, operation: Operation, capabilities: Capabilities) -
         return f"there is no form {operation.form!r}"
     if not rows or state.prefill is not None or state.unfiltered:
         return "there is no running batch to take copies of"
+    if (operation.law in KV_LAWS) != bool(state.header.kv_tokens):
+        where = "without" if operation.law in KV_LAWS else "with"
+        return f"it is no law of a loop {where} a KV pool"
+    if operation.law in KV_LAWS:
+        return kv.refuse_decode(state, state.running, kv.must_end(state), capabilities)
     if operation.law == "consume-twice":
         if not (state.header.debug and state.header.overlap):
             return "nothing is consumed without debug assertions and overlap"
@@ -51,7 +57,11 @@ def draw_law(state: State, choose: Choices, capabilities: Capabilities) -> Opera
     rows = len(state.running)
     if not rows or state.prefill is not None or state.unfiltered:
         return None
-    law = LAWS[choose.below(len(LAWS))]
+    if state.header.kv_tokens:
+        drawn = Law(KV_LAWS[choose.below(len(KV_LAWS))])
+        return None if refuse_law(state, drawn, capabilities) else drawn
+    laws = [name for name in LAWS if name not in KV_LAWS]
+    law = laws[choose.below(len(laws))]
     if law == "consume-twice" and not (
         state.header.debug and state.header.overlap and capabilities.survives_assertion
     ):
@@ -105,6 +115,8 @@ def refuse_wild(state: State, operation: Operation, capabilities: Capabilities) 
     use = WILD_USES.get(operation.use)
     if use is None:
         return f"there is no wild use {operation.use!r}"
+    if state.header.kv_tokens:
+        return "wild uses are tried without a KV pool"
     if not state.running or state.prefill is not None or state.unfiltered:
         return "there is no running batch to take copies of"
     if len(state.running) < use.rows:

@@ -6,10 +6,11 @@ For each operation: why it is illegal in a state, what it does, how it is drawn.
 from __future__ import annotations
 
 from generators.operations import Filter, Finish, Idle, Operation, Preempt, Retract, Step, Sync
+from generators.protocol import kv
 from generators.protocol.prefill import (
-    describe_running,
     draw_redundant,
     end_redundant,
+    prepare_running,
     refuse_redundant,
 )
 from generators.protocol.state import Capabilities, Choices, Effect, Request, State, lengths_of
@@ -45,13 +46,15 @@ def refuse_step(state: State, operation: Operation, capabilities: Capabilities) 
             return f"{accepted} accepted drafts do not fit a block of {state.header.block}"
         if request.length + accepted + 1 >= request.limit:
             return f"r{request.number} is at the end of its length range"
-    return refuse_redundant(state, operation.redundant)
+    return refuse_redundant(state, operation.redundant) or kv.refuse_decode(
+        state, state.running, operation.redundant, capabilities
+    )
 
 
 def apply_step(state: State, operation: Operation) -> Effect:
     assert isinstance(operation, Step)
     effect = Effect()
-    describe_running(state, effect)
+    prepare_running(state, effect)
     for request, accepted in zip(state.running, operation.accepted, strict=True):
         request.length += accepted + 1
         redundant = request.number in operation.redundant
@@ -83,7 +86,8 @@ def draw_step(state: State, choose: Choices, capabilities: Capabilities) -> Oper
     else:
         tape = choose.below(1 << 30)
         accepted = tuple((tape >> (3 * i % 27)) % block for i in range(len(state.running)))
-    return Step(accepted, draw_redundant(state, choose))
+    step = Step(accepted, draw_redundant(state, choose))
+    return None if kv.refuse_decode(state, state.running, step.redundant, capabilities) else step
 
 
 # -- results: sync, finish -------------------------------------------------------------------
@@ -208,7 +212,9 @@ def refuse_retract(state: State, operation: Operation, capabilities: Capabilitie
         return "it keeps requests that do not run"
     if not operation.keep or len(operation.keep) == len(numbers):
         return "it keeps at least one request and retracts at least one"
-    return None
+    kept = [r for r in state.running if r.number in operation.keep]
+    gone = [r for r in state.running if r.number not in operation.keep]
+    return kv.refuse_decode(state, kept, kv.must_end(state), capabilities, kv.held(state, gone))
 
 
 def apply_retract(state: State, operation: Operation) -> Effect:
@@ -231,7 +237,10 @@ def draw_retract(state: State, choose: Choices, capabilities: Capabilities) -> O
     # The scheduler sorts by progress before it drops from the end: any order can come out.
     for _ in range(1 + choose.below(len(rows) - 1)):
         kept.append(rows.pop(choose.below(len(rows))))
-    return Retract(tuple(kept))
+    while len(kept) > 1 and refuse_retract(state, Retract(tuple(kept)), capabilities):
+        kept.pop()
+    retract = Retract(tuple(kept))
+    return None if refuse_retract(state, retract, capabilities) else retract
 
 
 def refuse_preempt(state: State, operation: Operation, capabilities: Capabilities) -> str | None:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Sequence
 
 from generators.operations import Admit, Adopt, Merge, Mixed, Operation, Seed
+from generators.protocol import kv
 from generators.protocol.state import Capabilities, Choices, Effect, Request, State, lengths_of
 from generators.values import STRIDE
 
@@ -37,8 +38,9 @@ def _refuse_rows(state: State, rows: Rows) -> str | None:
         return "a slot is given twice"
     if len({number for number, _, _ in rows}) != len(rows):
         return "a request comes in twice"
+    pool = state.header.kv_tokens
     bases = [length // STRIDE for r, _, length in rows if r not in state.live]
-    if len(set(bases)) != len(bases):
+    if len(set(bases)) != len(bases) and not pool:
         return "two requests share a length range"
     for number, slot, length in rows:
         if length < 1:
@@ -53,8 +55,11 @@ def _refuse_rows(state: State, rows: Rows) -> str | None:
             return f"r{number} has ended"
         elif slot not in state.free:
             return f"slot {slot} is not free"
-        elif not length % STRIDE or length // STRIDE in state.ranges:
+        elif not pool and (not length % STRIDE or length // STRIDE in state.ranges):
             return f"length {length} of r{number} is in another request's range"
+        refused = kv.refuse_prompt(state, number, length) if pool else None
+        if refused is not None:
+            return refused
     return None
 
 
@@ -73,28 +78,36 @@ def _come_in(state: State, rows: Rows) -> list[Request]:
             state.generations[number] = generation
             if generation:
                 state.retracted.remove(number)
-            base = length // STRIDE
-            state.ranges.add(base)
-            while state.lowest in state.ranges:
-                state.lowest += 1
-            request = Request(number, slot, generation, length, (base + 1) * STRIDE)
+            request = Request(number, slot, generation, length, _limit(state, length))
             state.free.remove(slot)
             state.used.add(slot)
             state.live[number] = request
         request.length = request.committed = length
+        request.allocated = max(request.allocated, length)
         batch.append(request)
     return batch
+
+
+def _limit(state: State, length: int) -> int:
+    """One past the last length of a new request, whose range nobody else is given."""
+    if state.header.kv_tokens:
+        return STRIDE
+    base = length // STRIDE
+    state.ranges.add(base)
+    while state.lowest in state.ranges:
+        state.lowest += 1
+    return (base + 1) * STRIDE
 
 
 def _draw_rows(state: State, choose: Choices) -> list[tuple[int, int, int]] | None:
     rows: list[tuple[int, int, int]] = []
     free = list(state.free)
     if state.chunked is not None:
-        room = state.chunked.limit - 1 - state.chunked.length
-        if room < 1:
+        chunked = state.chunked
+        length = _draw_continued(state, choose, chunked)
+        if length is None:
             return None
-        more = 1 + choose.below(min(room, 64))
-        rows.append((state.chunked.number, state.chunked.slot, state.chunked.length + more))
+        rows.append((chunked.number, chunked.slot, length))
     elif not free:
         return None
     retracted = list(state.retracted)
@@ -113,9 +126,31 @@ def _draw_rows(state: State, choose: Choices) -> list[tuple[int, int, int]] | No
             number = retracted.pop(choose.below(len(retracted)))
         else:
             number, fresh = fresh, fresh + 1
-        prompt = 1 + (choose.below(64) if choose.below(4) else 0)
-        rows.append((number, slot, unused(state, rows, choose.below(4)) * STRIDE + prompt))
-    return rows
+        rows.append((number, slot, _draw_length(state, rows, choose)))
+    if state.header.kv_tokens:
+        while rows and kv.refuse_rows(state, rows) is not None:
+            rows.pop()
+        if state.chunked is not None and not rows:
+            return None
+    return rows or None
+
+
+def _draw_continued(state: State, choose: Choices, chunked: Request) -> int | None:
+    """How long the unfinished prompt is after its next prefill."""
+    if state.header.kv_tokens:
+        return kv.draw_prompt(state, choose, chunked.length + 1)
+    room = chunked.limit - 1 - chunked.length
+    return chunked.length + 1 + choose.below(min(room, 64)) if room >= 1 else None
+
+
+def _draw_length(state: State, rows: Rows, choose: Choices) -> int:
+    """How long a new request's prompt is."""
+    if state.header.kv_tokens:
+        prompt = kv.draw_prompt(state, choose)
+        assert prompt is not None
+        return prompt
+    prompt = 1 + (choose.below(64) if choose.below(4) else 0)
+    return unused(state, rows, choose.below(4)) * STRIDE + prompt
 
 
 def unused(state: State, rows: Rows, place: int) -> int:
@@ -145,6 +180,13 @@ def refuse_admit(state: State, operation: Operation, capabilities: Capabilities)
         return f"r{operation.chunk} is not in the batch"
     if state.chunked is not None and state.chunked.number not in numbers:
         return f"r{state.chunked.number} has an unfinished prompt, which is scheduled first"
+    if state.header.kv_tokens:
+        unfinished = [length for number, _, length in operation.rows if number == operation.chunk]
+        if unfinished and unfinished[0] == kv.longest_prompt(state.header):
+            return f"the prompt of r{operation.chunk} cannot go on"
+        # A mixed batch's tails are prepared for a decode before.
+        taken = kv.decode_pages(state) if isinstance(operation, Mixed) else 0
+        return kv.refuse_rows(state, operation.rows, taken)
     return None
 
 
@@ -181,7 +223,10 @@ def draw_admit(state: State, choose: Choices, capabilities: Capabilities) -> Ope
         number, _, _ = rows[choose.below(len(rows))]
         if state.chunked is None or number == state.chunked.number:
             chunk = number
-    return Admit(tuple(rows), chunk)
+    admit = Admit(tuple(rows), chunk)
+    if chunk is not None and refuse_admit(state, admit, capabilities) is not None:
+        return Admit(admit.rows)
+    return admit
 
 
 def refuse_mixed(state: State, operation: Operation, capabilities: Capabilities) -> str | None:
@@ -192,8 +237,12 @@ def refuse_mixed(state: State, operation: Operation, capabilities: Capabilities)
         return "there is no running batch to take along"
     if state.unfiltered:
         return "requests that have ended have not been filtered out"
-    refusal = refuse_admit(state, operation, capabilities)
-    return refusal or refuse_redundant(state, operation.redundant) or refuse_room(state, 1)
+    return (
+        refuse_admit(state, operation, capabilities)
+        or refuse_redundant(state, operation.redundant)
+        or refuse_room(state, 1)
+        or kv.refuse_decode(state, state.running, operation.redundant, capabilities)
+    )
 
 
 def refuse_redundant(state: State, numbers: Sequence[int]) -> str | None:
@@ -222,10 +271,18 @@ def describe_running(state: State, effect: Effect) -> None:
     effect.committed = [r.committed for r in state.running]
 
 
+def prepare_running(state: State, effect: Effect) -> None:
+    """The running batch is prepared for a decode."""
+    describe_running(state, effect)
+    if state.header.kv_tokens:
+        for request in state.running:
+            request.allocated = kv.reserved(state, request)
+
+
 def apply_mixed(state: State, operation: Operation) -> Effect:
     assert isinstance(operation, Mixed)
     effect = Effect()
-    describe_running(state, effect)
+    prepare_running(state, effect)
     tails, state.running = state.running, []
     batch = _prefill(state, operation, effect)
     for request in tails:
@@ -243,9 +300,10 @@ def end_redundant(
     state: State, effect: Effect, requests: Sequence[Request], numbers: Sequence[int]
 ) -> None:
     """The results just processed were the last ones of `numbers`."""
-    effect.ended = [request for request in requests if request.number in numbers]
-    for request in effect.ended:
-        state.end(request)
+    for request in requests:
+        if request.number in numbers:
+            effect.ended.append(request)
+            state.end(request)
 
 
 def draw_mixed(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
@@ -256,15 +314,17 @@ def draw_mixed(state: State, choose: Choices, capabilities: Capabilities) -> Ope
     admit = draw_admit(state, choose, capabilities)
     if not isinstance(admit, Admit):
         return None
-    return Mixed(admit.rows, admit.chunk, draw_redundant(state, choose))
+    mixed = Mixed(admit.rows, admit.chunk, draw_redundant(state, choose))
+    return None if refuse_mixed(state, mixed, capabilities) else mixed
 
 
 def draw_redundant(state: State, choose: Choices) -> tuple[int, ...]:
-    """Now and then one running request whose last result is in flight."""
-    in_flight = [r.number for r in state.running if state.in_flight(r)]
+    """Requests that have no room left, now and then one more whose last result is in flight."""
+    full = kv.must_end(state)
+    in_flight = [r.number for r in state.running if state.in_flight(r) and r.number not in full]
     if not in_flight or choose.below(6) != 5:
-        return ()
-    return (in_flight[choose.below(len(in_flight))],)
+        return tuple(full)
+    return (*full, in_flight[choose.below(len(in_flight))])
 
 
 # -- seed ------------------------------------------------------------------------------------

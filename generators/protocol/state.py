@@ -23,6 +23,8 @@ class Capabilities:
         mixed: its argument checks leave mixed chunked prefill on for DFlash.
         seed: a DFlash request may arrive prefilled, from a prefill server.
         token_bits: token ids survive below ``2**token_bits`` on the whole path.
+        reserves_two_blocks: its memory check counts on two blocks ahead of the committed length, so
+            that a KV pool may be as full as that allows.
         survives_assertion: the process can go on after a failed assertion (not on a GPU), so that
             laws may provoke one.
     """
@@ -34,6 +36,7 @@ class Capabilities:
     mixed: bool = True
     seed: bool = True
     token_bits: int = 63
+    reserves_two_blocks: bool = True
     survives_assertion: bool = True
 
 
@@ -47,6 +50,8 @@ class Request:
         token: the token it was given last.
         steps: its forwards so far.
         committed: its length as the host knows it.
+        learned: tokens of its last result that the host processed.
+        allocated: positions of its row that have a KV slot, where there is a KV pool.
         finished: whether the host knows that it has ended; its slot is free then.
     """
 
@@ -58,7 +63,14 @@ class Request:
     token: int = -1
     steps: int = 0
     committed: int = 0
+    learned: int = 1
+    allocated: int = 0
     finished: bool = False
+
+    @property
+    def past_stop(self) -> int:
+        """Tokens that its last result has after the one that it stops at: data, but for the end."""
+        return (self.number + self.steps) % self.learned
 
     @property
     def earlier(self) -> int:
@@ -80,6 +92,7 @@ class Effect:
         left_out: rows that leave a batch though they have not ended.
         ended: requests of which the host learns, after what is launched, that they have ended.
         landed: (number, slot) per row of the launch whose result the host processes, or None.
+        learned: requests whose results the host processes, with the lengths that it learns.
         landed_tails: of a mixed launch, the numbers of its decode tails.
         in_flight: whether a forward was in flight when the operation began.
     """
@@ -96,6 +109,7 @@ class Effect:
     ended: list[Request] = field(default_factory=list)
     landed: list[tuple[int, int]] | None = None
     landed_tails: list[int] | None = None
+    learned: list[tuple[Request, int]] = field(default_factory=list)
     in_flight: bool = False
 
     def rows(self) -> list[int]:
@@ -118,13 +132,15 @@ class IllegalOperation(ValueError):
 class _Launch:
     """A forward whose result the host has not processed: requests, slots, lengths after it.
 
-    The last ``tails`` of them are decode tails of a mixed batch.
+    The last ``tails`` of them are decode tails of a mixed batch; the prompt of ``chunk`` goes on,
+    so its result is nobody's.
     """
 
     requests: list[Request]
     slots: list[int]
     lengths: list[int]
     tails: int
+    chunk: Request | None
 
 
 class State:
@@ -191,11 +207,10 @@ class State:
 
     def launch(self, effect: Effect, requests: list[Request], *, tails: int = 0) -> None:
         """A forward starts; then, with overlap, the host processes the result of the one before."""
-        launched = _Launch(
-            requests, [r.slot for r in requests], [r.length for r in requests], tails
-        )
+        slots, lengths = [r.slot for r in requests], [r.length for r in requests]
+        launched = _Launch(requests, slots, lengths, tails, self.chunked)
         if not self.header.overlap:
-            self._land(launched)
+            self._land(effect, launched)
             return
         before, self._launch = self._launch, launched
         if before is not None:
@@ -208,16 +223,20 @@ class State:
         self._tell(effect, launch)
 
     def _tell(self, effect: Effect, launch: _Launch) -> None:
-        self._land(launch)
+        self._land(effect, launch)
         pairs = zip(launch.requests, launch.slots, strict=True)
         effect.landed = [(request.number, slot) for request, slot in pairs]
         if launch.tails:
             effect.landed_tails = [r.number for r in launch.requests[-launch.tails :]]
 
-    def _land(self, launch: _Launch) -> None:
+    def _land(self, effect: Effect, launch: _Launch) -> None:
         for request, length in zip(launch.requests, launch.lengths, strict=True):
+            if request is not launch.chunk:
+                effect.learned.append((request, length))
+            request.learned = max(1, length - request.committed)
             request.committed = max(request.committed, length)  # a chunk may be behind
             if any(request is other for other in self.leaving):
+                effect.ended.append(request)
                 self.end(request)
         self.leaving = []
 

@@ -1,0 +1,147 @@
+"""What a real KV cache adds to the rules: it fills up, and requests have a longest length.
+
+Where a trace has a KV pool (``kv_tokens`` of its header), lengths are those of real prompts and
+outputs, and every request holds whole pages: those of its prompt, and from its first decode on
+those of what is reserved ahead of it. Without one none of this applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from generators.operations import Header
+from generators.protocol.state import Capabilities, Choices, Request, State
+from reference.kv_lengths import pages, reserve
+
+
+def longest_prompt(header: Header) -> int:
+    """Tokens of the longest prompt that the argument checks let in.
+
+    A request has at most context - 1 tokens, of which 5 are kept for its output; a prompt is
+    shorter than what is left.
+    """
+    return header.context - 7
+
+
+def longest_decoding(header: Header) -> int:
+    """The longest length, as the host knows it, at which a request is decoded once more.
+
+    Prompt and output have at most context - 2 tokens. The last one is not in the KV cache, and of
+    one that runs at least one more is to come.
+    """
+    return header.context - 4
+
+
+def least_tokens(context: int, block: int, page: int) -> int:
+    """Tokens of a KV pool in which one request can always go on."""
+    return pages(reserve(context, 0, block, page), page) * page + page
+
+
+def free_pages(state: State) -> int:
+    """Pages that no request holds."""
+    return state.header.kv_tokens // state.header.page - held(state, state.live.values())
+
+
+def held(state: State, requests: Iterable[Request]) -> int:
+    """Pages that the requests hold."""
+    return sum(pages(request.allocated, state.header.page) for request in requests)
+
+
+def reserved(state: State, request: Request) -> int:
+    """What the request has allocated once its next decode is prepared."""
+    header = state.header
+    return reserve(request.committed, request.allocated, header.block, header.page)
+
+
+def _growth(state: State, requests: Iterable[Request]) -> int:
+    """Pages that a decode of the requests takes."""
+    page = state.header.page
+    return sum(pages(reserved(state, r), page) - pages(r.allocated, page) for r in requests)
+
+
+def ends_first(state: State) -> list[Request]:
+    """Running requests of which the host knows that they have their longest length."""
+    if not state.header.kv_tokens:
+        return []
+    longest = longest_decoding(state.header)
+    return [r for r in state.running if not r.finished and r.committed > longest]
+
+
+def must_end(state: State) -> list[int]:
+    """Numbers of running requests whose result in flight brings them to their longest length."""
+    if not state.header.kv_tokens:
+        return []
+    longest = longest_decoding(state.header)
+    return [r.number for r in state.running if state.in_flight(r) and r.length > longest]
+
+
+def refuse_decode(
+    state: State,
+    requests: Sequence[Request],
+    redundant: Sequence[int],
+    capabilities: Capabilities,
+    freed: int = 0,
+) -> str | None:
+    """Why `requests` cannot be decoded, of which `redundant` end with their results in flight.
+
+    Args:
+        freed: pages that are given back before.
+    """
+    header = state.header
+    if not header.kv_tokens:
+        return None
+    longest = longest_decoding(header)
+    for request in requests:
+        if request.committed > longest:
+            return f"r{request.number} has its longest length and ends first"
+        if request.number in must_end(state) and request.number not in redundant:
+            return f"the result of r{request.number} in flight is its last: it has no room left"
+        skips = capabilities.skips_finishing and header.overlap
+        if skips and request.committed == longest and state.in_flight(request):
+            return f"r{request.number} finishes in flight by its length and is left out"
+    if _growth(state, requests) > free_pages(state) + freed:
+        return "the KV pool has too few pages left for a decode: it retracts first"
+    return None
+
+
+def refuse_prompt(state: State, number: int, length: int) -> str | None:
+    """Why a request cannot have a prompt of `length` tokens."""
+    if length > longest_prompt(state.header):
+        return f"the prompt of r{number} is longer than the context allows"
+    return None
+
+
+def refuse_rows(state: State, rows: Sequence[tuple[int, int, int]], taken: int = 0) -> str | None:
+    """Why the pool cannot hold the prompts of `rows`, next to `taken` pages more."""
+    return (
+        "the KV pool has too few pages left for the prompts"
+        if taken + _prompt_pages(state, rows) > free_pages(state)
+        else None
+    )
+
+
+def decode_pages(state: State) -> int:
+    """Pages that a decode of the running batch takes."""
+    return _growth(state, state.running) if state.header.kv_tokens else 0
+
+
+def _prompt_pages(state: State, rows: Sequence[tuple[int, int, int]]) -> int:
+    page, needed = state.header.page, 0
+    for number, _, length in rows:
+        request = state.live.get(number)
+        needed += pages(length, page) - (pages(request.allocated, page) if request else 0)
+    return needed
+
+
+def draw_prompt(state: State, choose: Choices, shortest: int = 1) -> int | None:
+    """A length of a prompt of at least `shortest` tokens, often near an end; None without room."""
+    longest = longest_prompt(state.header)
+    room = longest - shortest + 1
+    if room < 1:
+        return None
+    where = choose.below(4)
+    if where == 0:
+        return shortest + choose.below(min(room, 8))
+    if where == 1:
+        return longest - choose.below(min(room, 2 * state.header.block))
+    return shortest + choose.below(room)
