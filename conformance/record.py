@@ -126,6 +126,7 @@ _LEFT_OUT = frozenset(
     {
         *("undeclared", "declare", "during", "fresh", "mirrors", "sums"),
         *("committed", "committed_sum", "planning", "planning_sum"),
+        *("top_k", "bounds", "bound_sums"),
     }
 )
 """Aspects that are about the harness, or that are recorded as attributes and batch fields."""
@@ -181,12 +182,16 @@ class _Recorder:
                     self.keep(call, f"idle.{self._role(thing)}", _Layout((rows, *mine[2]), mine[0]))
             elif call == "consume-twice":
                 self.keep(call, f"twice.{name}", value)
+            elif name == "kv":
+                # Which of the free slots are handed out may differ; how many may not.
+                self.keep(call, "allocated", [value.allocated[r] for r in sorted(value.allocated)])
+                self.keep(call, "free", len(value.free))
             elif name.startswith("relay_"):
                 if call in _CHANNELS_AT:
                     self.keep(call, name, self._written_rows(call, name, value))
                     home = self._homes.setdefault(name, value.data_ptr())
                     self.keep(call, f"home.{name}", home == value.data_ptr())
-            elif name not in _LEFT_OUT:
+            elif name not in _LEFT_OUT and (name != "kv_slots" or self.driver.kv is None):
                 self.keep(call, name, value)
         if observed.draft is not None:
             for name, value in self._draft_attributes(observed.draft, built=call == "build"):
@@ -194,7 +199,7 @@ class _Recorder:
         if call in _RELAY_AT:
             for name, value in self._relay_attributes(born=call == "relay"):
                 self.keep(call, f"relay.{name}", value)
-        if observed.written is not None:
+        if observed.written is not None and self.driver.kv is None:
             rebound = {k for k, v in observed.written.items() if type(v) is not int}
             self.keep(call, "batch", sorted(rebound - _STAGED))
             for name, value in observed.written.items():

@@ -41,6 +41,9 @@ SHARD = 10_000
 RECORDED = 4
 """A gate records and compares one shard in this many; all are judged on both trees."""
 
+KV_SHARD = 1_000
+"""The same where there is a KV pool, whose kernels an interpreter runs on a CPU."""
+
 SHARES = 4
 """Jobs of the largest of the small scopes."""
 
@@ -60,6 +63,7 @@ class Profile:
         scope: slots, requests and arrivals of the small scopes that are tried exhaustively.
         both: whether small scopes are played with debug assertions off too.
         kernels: whether the Triton kernels are checked too.
+        kv: on real KV pools, with debug assertions off.
     """
 
     name: str
@@ -70,14 +74,20 @@ class Profile:
     scope: tuple[int, int, int] | None = None
     both: bool = False
     kernels: bool = False
+    kv: int = 0
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("quick", 30_000, 20_000, 150, 4, (2, 3, 2), kernels=True),
-        Profile("pr", 180_000, 60_000, 1_000, 5, (3, 4, 2), both=True, kernels=True),
-        Profile("nightly", 8_000_000, 2_000_000, 20_000, 5, (4, 5, 2), both=True, kernels=True),
+        Profile("quick", 30_000, 20_000, 150, 4, (2, 3, 2), kernels=True, kv=2_000),
+        Profile("pr", 180_000, 60_000, 1_000, 5, (3, 4, 2), both=True, kernels=True, kv=8_000),
+        Profile(
+            *("nightly", 8_000_000, 2_000_000, 20_000, 5, (4, 5, 2)),
+            both=True,
+            kernels=True,
+            kv=200_000,
+        ),
     )
 }
 
@@ -262,6 +272,18 @@ def plan(
                     "waivers": [waiver.request() for waiver in alone],
                 }
                 jobs.append(Job(f"{label}, {name}", configured, request))
+    for shard, start in enumerate(range(0, profile.kv, KV_SHARD)):
+        request = {
+            "do": "check",
+            "operations": min(KV_SHARD, profile.kv - start),
+            "seed": (seed * 3 + len(modes)) * 1_000_003 + shard,
+            "kv_pool": True,
+            "waivers": [waiver.request() for waiver in waivers if waiver not in alone],
+            "capabilities": common,
+            "recording": common is not None and not shard % RECORDED,
+        }
+        configured = replace(config, debug=False)
+        jobs.append(Job(f"{label}, KV pool", configured, request, weight=KV_SHARD))
     # Two trees are given random traces, to be compared; the larger profiles also all of a scope.
     for part, debug in _parts(profile) if common is None or profile.both else ():
         request = {

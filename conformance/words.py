@@ -19,6 +19,7 @@ FEATURES = {
     "isolation": "the scheduler restores batch fields after a forward",
     "poison_lengths": "debug: resolving lengths consumes them",
     "poison_tokens": "debug: resolving tokens consumes them",
+    "kv_pool": "its KV pools and allocators load on their own",
     "channels": "the relay's token and length buffers were recognised",
 }
 """Optional capabilities of a tree, as clauses and reports name them."""
@@ -65,6 +66,11 @@ THINGS = {
     "appeared": "buffers that the relay creates",
     "order": "what a seed waits for and publishes, in order",
     "forms": "which operands are relayed",
+    "allocated": "allocated lengths (kv_allocated_len)",
+    "free": "free pages of the KV pool",
+    "fits": "whether the memory check lets a decode through",
+    "dflash": "bookkeeping of a decode",
+    "eagle": "bookkeeping of a decode with EAGLE",
     "outcome": "outcome",
     "error": "exception",
 }
@@ -77,6 +83,9 @@ _CALLS = (
     "stash",
     "restore",
     "prepare",
+    "extend",
+    "kv-prepare",
+    "kv",
     "resolve",
     "admit-resolve",
     "idle-resolve",

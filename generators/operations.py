@@ -237,6 +237,8 @@ class Law(Operation):
         return f"law-{self.law}"
 
     def line(self) -> str:
+        if self.law in KV_LAWS:
+            return f"law {self.law}"
         parts = [f"law {self.law} ({self.form}{', mirrors' if self.mirrors else ''})"]
         if self.keep:
             parts.append(f"keep {list(self.keep)}")

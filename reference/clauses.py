@@ -490,6 +490,101 @@ _ALL = (
         needs="seed",
         black_box=False,
     ),
+    # KV lengths, on the tree's own pools and allocators.
+    Clause(
+        "K1",
+        "Of every request, committed <= allocated <= reserved, and at a decode reserved >= "
+        "committed + 2 blocks; a true length is at most committed + block.",
+        ("extend", "kv-prepare", "kv"),
+        source=(
+            "speculative.dflash_info_v2.DFlashDraftInputV2.prepare_for_decode; "
+            "managers.scheduler_components.invariant_checker"
+        ),
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K2",
+        "What is reserved never exceeds the request's row.",
+        ("extend", "kv-prepare"),
+        source=(
+            "mem_cache.allocation_sizing.get_req_to_token_extra_context_len; "
+            "managers.scheduler_components.invariant_checker; sgl-project/sglang#33579"
+        ),
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K3",
+        "Only the newly reserved range of the request's own row changes.",
+        ("extend", "kv-prepare", "kv"),
+        source="mem_cache.allocation.assign_req_to_token_pool and write_cache_indices",
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K4",
+        "The slots of a page follow each other from its start, and what is reserved for a decode "
+        "is whole pages.",
+        ("extend", "kv-prepare"),
+        source=(
+            "mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.alloc_extend and "
+            "mem_cache.allocation_sizing.page_aligned_decode_alloc_lens; sgl-project/sglang#35265"
+        ),
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K5",
+        "Every slot and every row is free, or held by one request; what a request held is given "
+        "back once.",
+        ("extend", "kv-prepare", "kv"),
+        source=(
+            "mem_cache.common.release_kv_cache; managers.scheduler_components.invariant_checker"
+        ),
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K6",
+        "No host bound that a decode is planned with is below the true length: planning_seq_lens "
+        "(0.5.14), reserved_seq_lens (to 0.5.18), nxt_kv_lens (from 0.5.19).",
+        ("kv-prepare",),
+        source=(
+            "speculative.dflash_worker_v2.DFlashWorkerV2, which plans with the draft input's host "
+            "lengths where the batch has none"
+        ),
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K7",
+        "Preparing a decode does the same bookkeeping as for EAGLE: the eviction hook once, "
+        "decode_batch_idx + 1 per request, and the last tokens to the penalizers.",
+        ("law-bookkeeping", "law-penalties"),
+        source=(
+            "speculative.eagle_utils.eagle_prepare_for_decode; sgl-project/sglang#34924 and "
+            "sgl-project/sglang#40244"
+        ),
+        needs="kv_pool",
+        black_box=False,
+    ),
+    Clause(
+        "K8",
+        "After prepare, max_top_k covers every row and uniform_top_k_value is set only if all "
+        "rows agree.",
+        ("prepare", "kv-prepare"),
+        source="speculative.dflash_info_v2.DFlashDraftInputV2.prepare_for_decode",
+        black_box=False,
+    ),
+    Clause(
+        "K9",
+        "What the scheduler's memory check lets through finds its slots, and it lets through what "
+        "does.",
+        ("kv-prepare", "extend"),
+        source="managers.schedule_batch.ScheduleBatch.check_decode_mem",
+        needs="kv_pool",
+    ),
     # The kernels, for the arguments that the worker gives them; outside those, wild.
     Clause(
         "B1",

@@ -359,6 +359,7 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         mixed=_mixes(surface),
         seed=False,  # only shows when the tree is driven
         token_bits=_token_bits(surface),
+        reserves_two_blocks=_reserves_two_blocks(surface),
         survives_assertion=surface.device.survives_assertion,
     )
     features = {
@@ -374,6 +375,7 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         "poison_lengths": surface.poison_lengths,
         "poison_tokens": surface.poison_tokens,
         "channels": bool(surface.token_channel and surface.length_channel),
+        "kv_pool": _has_kv_pool(surface),
     }
     surface.features = frozenset(name for name, present in features.items() if present)
 
@@ -392,6 +394,26 @@ def _drive(surface: Surface) -> None:
         surface.features |= {"seed"}
         driven = reason is None
         surface.capabilities = dataclasses.replace(surface.capabilities, seed=driven)
+
+
+def _reserves_two_blocks(surface: Surface) -> bool:
+    """Whether the tree's memory check counts on two blocks ahead for a decode."""
+    for module in (SIZING, KV + "common"):
+        if surface.loader.source_of(module) is not None:
+            found = getattr(importlib.import_module(module), "get_alloc_reserve_per_decode", None)
+            if found is not None:
+                block = int(surface.settings.speculative_num_draft_tokens)
+                return bool(found() == 2 * block)
+    return False
+
+
+def _has_kv_pool(surface: Surface) -> bool:
+    """Whether the tree's own KV pools are where they were found before."""
+    wanted = (KV + "memory_pool", KV + "allocator", KV + "common", KV + "cache_init_params")
+    missing = [module for module in wanted if surface.loader.source_of(module) is None]
+    if missing:
+        surface.notes.append(f"the KV clauses are not checked: the tree has no {missing[0]}")
+    return not missing
 
 
 def _mixes(surface: Surface) -> bool:

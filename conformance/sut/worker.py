@@ -166,6 +166,7 @@ class _Worker:
         recording: bool = False,
         given: Sequence[dict[str, Any]] | None = None,
         exhaust: dict[str, Any] | None = None,
+        kv_pool: bool = False,
     ) -> dict[str, Any]:
         """Check the tree: by random traces, by `given` ones, or by all of what `exhaust` says."""
         from conformance.engine import capabilities_for, check
@@ -215,6 +216,7 @@ class _Worker:
             recording=recording,
             given=chosen,
             shrinking=given is None,
+            kv_pool=kv_pool,
         )
         deviations = [d for d in result.deviations if (d.clause, d.anomaly) not in witnessed]
         for found in result.deviations:
