@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from generators.operations import Header
 
 
 @dataclass
@@ -40,3 +43,32 @@ class Difference:
     observed: str
     rows: list[RowDifference] = field(default_factory=list)
     declare: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cover:
+    """What an active waiver covers.
+
+    Attributes:
+        name: the waiver's.
+        clause, anomaly: of the differences that it covers.
+        where: settings of the traces on which it does, by field of the header: a value, or ``>N``.
+    """
+
+    name: str
+    clause: str
+    anomaly: str
+    where: Mapping[str, str] = field(default_factory=dict)
+
+    def covers(self, difference: Difference, header: Header) -> bool:
+        """Whether it covers a difference that shows on a trace with this header."""
+        if (difference.clause, difference.anomaly) != (self.clause, self.anomaly):
+            return False
+        return all(holds(text, getattr(header, name)) for name, text in self.where.items())
+
+
+def holds(text: str, value: Any) -> bool:
+    """Whether a setting is as `text` says."""
+    if text.startswith(">"):
+        return bool(int(value) > int(text[1:]))
+    return str(value) == text

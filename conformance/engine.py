@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from conformance.difference import Difference
+from conformance.difference import Cover, Difference
 from conformance.record import Record, record
 from conformance.replay import Player
 from conformance.sut.surface import Surface
@@ -78,9 +78,6 @@ class Result:
 Progress = Callable[[int, int], None]
 """Called with (operations so far, deviations so far) about once per trace."""
 
-Waived = frozenset[tuple[str, str]]
-"""(clause, anomaly) pairs that an active waiver covers."""
-
 
 def capabilities_for(surface: Surface, *, wild: bool) -> Capabilities:
     """What the protocol may issue on this tree; in wild mode everything."""
@@ -115,7 +112,7 @@ def check(
     seed: int,
     wild: bool = False,
     compiled: bool = False,
-    waived: Waived = frozenset(),
+    waived: Sequence[Cover] = (),
     progress: Progress | None = None,
     recorder: Callable[[Trace, int], None] | None = None,
     stop_at_first: bool = False,
@@ -133,10 +130,10 @@ def check(
         seed: of the generated traces; the same seed gives the same result.
         wild: also issue wild operations.
         compiled: whether the process keeps ``torch.compile`` (a property of the process).
-        waived: deviations to record without shrinking; their traces go on.
+        waived: deviations to record without shrinking, by waiver; their traces go on.
         progress: see :data:`Progress`.
         recorder: called before every operation with the trace and its index, for crash reports.
-        stop_at_first: stop after the first deviation (in seeded-fault runs).
+        stop_at_first: stop after the first deviation without waiver (in seeded-fault runs).
         capabilities: what the traces may use, if not all that the tree has: two trees are given the
             same traces.
         recording: play every trace once more, judged by nobody, and keep what it made visible.
@@ -148,7 +145,7 @@ def check(
     result = Result()
     player = Player(surface, reached=result.reached, waived=waived)
     capabilities = capabilities or capabilities_for(surface, wild=wild)
-    found: dict[Key, Deviation] = {}
+    found: dict[tuple[Key, str | None], Deviation] = {}
     generated = 0
 
     def consume(trace: Trace) -> None:
@@ -159,16 +156,18 @@ def check(
         result.operations += replay.operations
         result.calls += replay.calls
         result.complete &= replay.difference is None
-        for index, difference in replay.waived:
-            _record(found, surface, trace, index, difference)
-        for index, difference in replay.differences:
+        seen: list[tuple[int, Difference, str | None]] = [*replay.waived]
+        seen += [(index, difference, None) for index, difference in replay.differences]
+        for index, difference, waiver in seen:
             key = key_of(surface, trace, index, difference)
-            if key in found:
-                found[key].count += 1
-            elif not shrinking or _lost(surface, difference):
-                found[key] = _cut(key, trace, index, difference)
+            if (key, waiver) in found:
+                found[key, waiver].count += 1
+            elif waiver is not None or not shrinking or _lost(surface, difference):
+                # The witness of what is waived is the waiver's, so nothing is shrunk.
+                found[key, waiver] = _cut(key, trace, index, difference)
+                found[key, waiver].waiver = waiver
             else:
-                found[key] = minimize(surface, trace, index, difference, capabilities)
+                found[key, waiver] = minimize(surface, trace, index, difference, capabilities)
         if any(_lost(surface, difference) for _, difference in replay.differences):
             raise Enough
         generated += len(trace.operations)
@@ -179,7 +178,8 @@ def check(
         if progress is not None:
             progress(result.operations, len(found))
         done = generated if recording else result.operations
-        if (given is None and done >= operations) or (stop_at_first and found):
+        stop = stop_at_first and any(waiver is None for _, waiver in found)
+        if stop or (given is None and done >= operations):
             raise Enough
 
     if given is not None:
@@ -191,7 +191,7 @@ def check(
             capabilities, debug=surface.debug, compiled=compiled, wild=wild, kv_pool=kv_pool
         )
         generate(strategy, seed, consume)
-    result.deviations = sorted(found.values(), key=lambda d: d.key)
+    result.deviations = sorted(found.values(), key=lambda d: (d.key, d.waiver or ""))
     return result
 
 
@@ -207,21 +207,6 @@ def survey(surface: Surface, *, operations: int, seed: int) -> None:
             raise Enough
 
     generate(traces(surface.capabilities, debug=surface.debug), seed, consume)
-
-
-def _record(
-    found: dict[Key, Deviation],
-    surface: Surface,
-    trace: Trace,
-    index: int,
-    difference: Difference,
-) -> None:
-    """Count a waived difference; its witness is the waiver's, so nothing is shrunk."""
-    key = key_of(surface, trace, index, difference)
-    if key in found:
-        found[key].count += 1
-    else:
-        found[key] = _cut(key, trace, index, difference)
 
 
 def _lost(surface: Surface, difference: Difference) -> bool:

@@ -247,7 +247,7 @@ _SRT = "sglang.srt"
 
 
 @dataclass(frozen=True)
-class _At:
+class At:
     """A function that faults are put into: ``at(kind, ordinal, template)`` is an edit of it."""
 
     module: str
@@ -261,33 +261,33 @@ _RELAY = "managers.overlap_utils"
 _BATCH = "managers.schedule_batch"
 _DRAFT = "speculative.dflash_info_v2"
 
-_relay_init = _At(_RELAY, "FutureMap.__init__")
-_publish = _At(_RELAY, "FutureMap.publish")
-_stash = _At(_RELAY, "FutureMap.stash")
-_lengths = _At(_RELAY, "FutureMap.resolve_seq_lens_cpu")
-_tokens = _At(_RELAY, "FutureMap._resolve_spec_extras")
-_inputs = _At(_RELAY, "resolve_forward_inputs")
-_payload = _At(_RELAY, "RelayPayload.from_draft_input")
-_poison = _At(_RELAY, "_assert_nonneg_and_invalidate")
-_filter = _At(_DRAFT, "DFlashDraftInputV2.filter_batch")
-_merge = _At(_DRAFT, "DFlashDraftInputV2.merge_batch")
-_idle = _At(_DRAFT, "DFlashDraftInputV2.create_idle_input")
-_prepare = _At(_DRAFT, "DFlashDraftInputV2.prepare_for_decode")
-_draft_init = _At(_DRAFT, "DFlashDraftInputV2.__post_init__")
-_batch_filter = _At(_BATCH, "ScheduleBatch.filter_batch")
-_batch_merge = _At(_BATCH, "ScheduleBatch.merge_batch")
-_build = _At("speculative.draft_worker_common", "make_draft_input_v2")
-_isolation = _At("managers.scheduler", "Scheduler._forward_isolation")
-_mix = _At(_BATCH, "ScheduleBatch.mix_with_running")
-_tails = _At(_RELAY, "FutureMap.resolve_mixed_spec_tails")
-_stash_bonus = _At(_RELAY, "FutureMap.stash_bonus_tokens")
-_copy = _At(_BATCH, "ScheduleBatch.copy")
-_seed = _At("speculative.dflash_disaggregation", "build_dflash_disagg_draft_input")
-_prebuilt = _At(
+_relay_init = At(_RELAY, "FutureMap.__init__")
+_publish = At(_RELAY, "FutureMap.publish")
+_stash = At(_RELAY, "FutureMap.stash")
+_lengths = At(_RELAY, "FutureMap.resolve_seq_lens_cpu")
+_tokens = At(_RELAY, "FutureMap._resolve_spec_extras")
+_inputs = At(_RELAY, "resolve_forward_inputs")
+_payload = At(_RELAY, "RelayPayload.from_draft_input")
+_poison = At(_RELAY, "_assert_nonneg_and_invalidate")
+_filter = At(_DRAFT, "DFlashDraftInputV2.filter_batch")
+_merge = At(_DRAFT, "DFlashDraftInputV2.merge_batch")
+_idle = At(_DRAFT, "DFlashDraftInputV2.create_idle_input")
+_prepare = At(_DRAFT, "DFlashDraftInputV2.prepare_for_decode")
+_draft_init = At(_DRAFT, "DFlashDraftInputV2.__post_init__")
+_batch_filter = At(_BATCH, "ScheduleBatch.filter_batch")
+_batch_merge = At(_BATCH, "ScheduleBatch.merge_batch")
+_build = At("speculative.draft_worker_common", "make_draft_input_v2")
+_isolation = At("managers.scheduler", "Scheduler._forward_isolation")
+_mix = At(_BATCH, "ScheduleBatch.mix_with_running")
+_tails = At(_RELAY, "FutureMap.resolve_mixed_spec_tails")
+_stash_bonus = At(_RELAY, "FutureMap.stash_bonus_tokens")
+_copy = At(_BATCH, "ScheduleBatch.copy")
+_seed = At("speculative.dflash_disaggregation", "build_dflash_disagg_draft_input")
+_prebuilt = At(
     "disaggregation.decode_schedule_batch_mixin",
     "ScheduleBatchDisaggregationDecodeMixin.process_prebuilt",
 )
-_decode_server = _At(
+_decode_server = At(
     "disaggregation.decode", "SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch"
 )
 

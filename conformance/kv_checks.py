@@ -55,11 +55,12 @@ def _holder(row: int, context: Context) -> str:
 
 
 def fits(expected: Observation, observed: Observation, context: Context) -> Difference | None:
-    """K9: the memory check says that a decode fits that does."""
-    if "fits" not in expected.aspects or observed.aspects["fits"]:
+    """K9: the memory check says that a decode fits exactly where it does."""
+    want = expected.aspects["fits"]
+    if observed.aspects["fits"] == want:
         return None
-    want = "the decode fits: there are pages enough"
-    return Difference("K9", "wrong-value", observed.call, "fits", want, "it does not fit")
+    texts = {True: "a decode of the running batch fits", False: "it does not fit"}
+    return Difference("K9", "wrong-value", observed.call, "fits", texts[want], texts[not want])
 
 
 def bounds(expected: Observation, observed: Observation, context: Context) -> Difference | None:

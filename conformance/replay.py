@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance.difference import Difference
+from conformance.difference import Cover, Difference
 from conformance.kv_checks import ledger
 from conformance.observation import Observation
 from conformance.oracle import Facts, Oracle
@@ -30,7 +30,7 @@ class Replay:
         difference: the first difference, or None.
         operation: index of the operation it showed at.
         operations, calls: how much was carried out.
-        waived: (operation index, difference) of waived differences; the trace went on after them.
+        waived: (operation index, difference, waiver); the trace went on after them.
         reported: the same of clauses in :data:`REPORTED`.
     """
 
@@ -38,7 +38,7 @@ class Replay:
     operation: int = -1
     operations: int = 0
     calls: int = 0
-    waived: list[tuple[int, Difference]] = field(default_factory=list)
+    waived: list[tuple[int, Difference, str]] = field(default_factory=list)
     reported: list[tuple[int, Difference]] = field(default_factory=list)
 
     @property
@@ -87,12 +87,12 @@ class Player:
     Attributes:
         surface: the tree.
         reached: how often each call and operation was carried out.
-        waived: (clause, anomaly) pairs that are recorded instead of ending the trace.
+        waived: differences that are recorded instead of ending the trace.
     """
 
     surface: Surface
     reached: Counter[str] = field(default_factory=Counter)
-    waived: frozenset[tuple[str, str]] = frozenset()
+    waived: Sequence[Cover] = ()
 
     def __post_init__(self) -> None:
         self.facts = facts_of(self.surface)
@@ -130,10 +130,12 @@ class Player:
             if difference is not None:
                 if difference.clause in REPORTED:
                     outcome.reported.append((outcome.operations, difference))
-                elif (difference.clause, difference.anomaly) in self.waived:
-                    outcome.waived.append((outcome.operations, difference))
                 else:
-                    raise _Differs(difference)
+                    covers = (c.name for c in self.waived if c.covers(difference, trace.header))
+                    waiver = next(covers, None)
+                    if waiver is None:
+                        raise _Differs(difference)
+                    outcome.waived.append((outcome.operations, difference, waiver))
             if "relay_lengths" in expected.aspects:
                 # After an agreement the model's rows are the tree's rows.
                 previous = expected.aspects

@@ -23,6 +23,7 @@ from conformance.waivers import Waiver
 from generators.exhaustive import Part
 from generators.operations import (
     ALPHABET,
+    KV_LAWS,
     LAWS,
     WILD_USES,
     Admit,
@@ -31,7 +32,7 @@ from generators.operations import (
     Law,
     Trace,
 )
-from generators.protocol import SITUATIONS
+from generators.protocol import KV_SITUATIONS, SITUATIONS
 from reference.clauses import CLAUSES
 
 SHARD = 10_000
@@ -207,12 +208,13 @@ _WITH = {"mixed": "mixed", "seed": "seed", "skips_finishing": "leave"}
 def supported(features: set[str], *, wild: bool, device: str = "cpu") -> list[str]:
     """Operations and situations that a run on a tree with these features must reach."""
     operations = [*_ALWAYS, *(name for feature, name in _WITH.items() if feature in features)]
-    operations += [f"law-{law}" for law in LAWS if law != "consume-twice" or "debug" in features]
+    needs = {"consume-twice": "debug", **dict.fromkeys(KV_LAWS, "kv_pool")}
+    operations += [f"law-{law}" for law in LAWS if needs.get(law, "") in {"", *features}]
     if wild:
         # On a GPU a failed assertion ends the process.
         uses = [n for n, use in WILD_USES.items() if device == "cpu" or use.asserts != "always"]
         operations += [f"wild-{use}" for use in uses]
-    situations = list(SITUATIONS)
+    situations = [*SITUATIONS, *(KV_SITUATIONS if "kv_pool" in features else ())]
     if "idle" in features or wild:
         operations.append("idle")
     else:
@@ -473,7 +475,7 @@ def result_of(answer: Answer) -> dict[str, Any]:
 def _merge(found: list[dict[str, Any]], deviation: dict[str, Any]) -> None:
     """Add a deviation, or count it with the one of the same name that has the shorter trace."""
     for index, other in enumerate(found):
-        if all(other[key] == deviation[key] for key in ("clause", "anomaly", "mode")):
+        if all(other[key] == deviation[key] for key in ("clause", "anomaly", "mode", "waiver")):
             count = other["count"] + deviation["count"]
             shorter = min((other, deviation), key=_size)
             found[index] = {**shorter, "count": count}

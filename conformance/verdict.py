@@ -696,6 +696,7 @@ CHECKS: dict[str, tuple[Check, ...]] = {
         kv_checks.bounds,
         kv_checks.aligned,
     ),
+    "kv-check": (_error("K9"), kv_checks.fits),
     "extend": (_error("K9"), kv_checks.ledger, equal("slots", "K3", "wrong-owner")),
     "release": (_error("K5"),),
     "kv": (kv_checks.ledger,),

@@ -7,18 +7,21 @@ replays, never from what the random search happened to find.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from conformance.errors import UserError
 from conformance.tables import read_tables
-from generators.operations import Trace, TraceError
+from generators.operations import Header, Trace, TraceError
 from reference.clauses import CLAUSES
 
 PACKAGED = Path(__file__).with_name("waivers.toml")
+_SETTING = re.compile(r">\d+|\w+")
 _TEXT = ("name", "clause", "anomaly", "witness", "link", "reason", "effect", "releases")
 
 
@@ -35,6 +38,7 @@ class Waiver:
         effect: what users of an affected tree would see.
         releases: where it was seen; documentation only.
         expires: the day from which the deviation counts again.
+        where: settings of the traces that it is for, such as ``{"page": "1", "block": ">8"}``.
         case: the witness, if it is a kernel case.
     """
 
@@ -47,11 +51,12 @@ class Waiver:
     effect: str
     releases: str
     expires: datetime.date
+    where: dict[str, str] = field(default_factory=dict)
     case: dict[str, Any] | None = None
 
     def request(self) -> dict[str, Any]:
         """What a worker needs of it."""
-        kept = ("name", "clause", "anomaly", "trace", "case")
+        kept = ("name", "clause", "anomaly", "where", "trace", "case")
         return {key: value for key, value in asdict(self).items() if key in kept}
 
 
@@ -87,7 +92,15 @@ def _read(table: dict[str, Any], path: Path) -> Waiver:
     except TraceError as error:
         raise UserError(f"{where}: witness {witness}: {error}") from None
     values = {key: table[key] for key in _TEXT if key != "witness"}
-    return Waiver(**values, trace=trace, expires=table["expires"], case=case)
+    settings = table.get("where", {})
+    fields = {f.name for f in dataclasses.fields(Header)}
+    for name, text in settings.items() if isinstance(settings, dict) else [("where", None)]:
+        if name not in fields or not isinstance(text, str) or not _SETTING.fullmatch(text):
+            raise UserError(
+                f"{where}: 'where' must give settings of a trace as text, such as "
+                'page = "1" or block = ">8"'
+            )
+    return Waiver(**values, trace=trace, expires=table["expires"], where=settings, case=case)
 
 
 def case_in(text: str) -> dict[str, Any] | None:

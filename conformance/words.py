@@ -84,6 +84,7 @@ _CALLS = (
     "restore",
     "prepare",
     "extend",
+    "kv-check",
     "kv-prepare",
     "kv",
     "resolve",

@@ -74,9 +74,8 @@ def _kv_header(
     page = _PAGES[digits.below(len(_PAGES))]
     context = _CONTEXTS[digits.below(len(_CONTEXTS))]
     least = kv.least_tokens(context, block, page)
-    ample = least * pool
-    tight = capabilities.reserves_two_blocks and digits.below(3)
-    tokens = least + digits.below(ample - least) if tight else ample
+    tight = capabilities.reserves_two_blocks and digits.below(4)
+    tokens = least + digits.below(least) if tight else least * pool
     return Header(
         pool=pool,
         block=block,

@@ -579,9 +579,8 @@ _ALL = (
     ),
     Clause(
         "K9",
-        "What the scheduler's memory check lets through finds its slots, and it lets through what "
-        "does.",
-        ("kv-prepare", "extend"),
+        "The scheduler's memory check lets a decode through exactly where its slots are found.",
+        ("kv-prepare", "kv-check", "extend"),
         source="managers.schedule_batch.ScheduleBatch.check_decode_mem",
         needs="kv_pool",
     ),

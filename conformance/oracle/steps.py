@@ -105,6 +105,8 @@ class Oracle:
         perform = self._perform.get(type(operation))
         if self.kv is not None and isinstance(operation, Retract | Preempt):
             assert self.running is not None
+            if isinstance(operation, Retract):
+                yield expect("kv-check", fits=effect.fits)
             kept = set(effect.keep)
             gone = [r.slot for i, r in enumerate(self.running.requests) if i not in kept]
             self.kv.left(gone)

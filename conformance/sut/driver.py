@@ -521,6 +521,9 @@ class Driver(Watch):
 
     def _drop(self, operation: Retract | Preempt, effect: Effect) -> None:
         if self.kv is not None:
+            if isinstance(operation, Retract):
+                fits = self.call("kv-check", self.running.check_decode_mem)
+                self.observe("kv-check", fits=bool(fits))
             rows = range(len(self.running.reqs))
             gone = [row for row in rows if row not in effect.keep]
             self.call(operation.op, self.kv.retract, self.running, gone)

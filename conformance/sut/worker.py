@@ -169,6 +169,7 @@ class _Worker:
         kv_pool: bool = False,
     ) -> dict[str, Any]:
         """Check the tree: by random traces, by `given` ones, or by all of what `exhaust` says."""
+        from conformance.difference import Cover
         from conformance.engine import capabilities_for, check
         from conformance.record import as_table
         from generators import exhaustive
@@ -176,11 +177,14 @@ class _Worker:
         from generators.protocol import Capabilities
 
         states, witnessed = {}, {}
+        covers: list[Cover] = []
         for waiver in waivers or ():
             states[waiver["name"]], deviation = self._witness(waiver)
             if deviation is not None:
-                witnessed[deviation.clause, deviation.anomaly] = deviation
+                witnessed[waiver["name"]] = deviation
                 deviation.waiver = waiver["name"]
+                named = (waiver[key] for key in ("name", "clause", "anomaly", "where"))
+                covers.append(Cover(*named))
         reported = 0
 
         def progress(done: int, deviations: int) -> None:
@@ -208,7 +212,7 @@ class _Worker:
             seed=seed,
             wild=wild,
             compiled=self.config.compiled,
-            waived=frozenset(witnessed),
+            waived=covers,
             progress=progress,
             recorder=self.recorder,
             stop_at_first=stop_at_first,
@@ -218,10 +222,10 @@ class _Worker:
             shrinking=given is None,
             kv_pool=kv_pool,
         )
-        deviations = [d for d in result.deviations if (d.clause, d.anomaly) not in witnessed]
+        deviations = [d for d in result.deviations if d.waiver is None]
         for found in result.deviations:
-            if (found.clause, found.anomaly) in witnessed:
-                witnessed[found.clause, found.anomaly].count += found.count
+            if found.waiver is not None:
+                witnessed[found.waiver].count += found.count
         # What a waiver covers is always listed, with the witness, whatever the search met.
         deviations += witnessed.values()
         return {
@@ -367,6 +371,7 @@ class _Worker:
         emit: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Replay a trace; or `emit` the test of the deviation that it showed, without replaying."""
+        from conformance.difference import Cover
         from conformance.engine import capabilities_for, replay_one
         from conformance.errors import NotOnThisTree, UserError
         from generators.operations import Trace
@@ -391,11 +396,10 @@ class _Worker:
         deviation = replay_one(self.surface, parsed, note)
         if deviation is not None:
             for waiver in waivers:
-                if waiver["case"] is not None:
-                    continue
-                if (deviation.clause, deviation.anomaly) == (waiver["clause"], waiver["anomaly"]):
-                    state, _ = self._witness(waiver)
-                    deviation.waiver = waiver["name"] if state == "active" else None
+                named = (waiver[key] for key in ("name", "clause", "anomaly", "where"))
+                covers = Cover(*named).covers(deviation.difference, parsed.header)
+                if covers and waiver["case"] is None and self._witness(waiver)[0] == "active":
+                    deviation.waiver = waiver["name"]
         return {
             "deviation": deviation.as_json() if deviation else None,
             "surface": self.surface.as_json(),

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from generators.operations import Adopt, Finish, Merge, Operation, Trace
+from generators.operations import Adopt, Finish, Merge, Operation, Sync, Trace
 from generators.protocol import checks, decode, kv, prefill
-from generators.protocol.situations import SITUATIONS, situations
+from generators.protocol.situations import KV_SITUATIONS, SITUATIONS, situations
 from generators.protocol.state import (
     Capabilities,
     Choices,
@@ -30,6 +30,7 @@ from generators.protocol.state import (
 )
 
 __all__ = [
+    "KV_SITUATIONS",
     "RULES",
     "SITUATIONS",
     "Capabilities",
@@ -219,6 +220,12 @@ def draw(
     over = kv.ends_first(state)
     if over and not state.in_flight(over[0]):
         return Finish(over[0].number)
+    if kv.at_the_longest(state) and state.prefill is None and choose.below(2):
+        return Sync()  # so that it is decoded once more
+    if state.header.kv_tokens and state.running and not kv.fits(state) and choose.below(2):
+        retract = decode.draw_retract(state, choose, capabilities)
+        if retract is not None:
+            return retract
     if state.unfiltered and choose.below(2):
         filtered = decode.draw_filter(state, choose, capabilities)
         if filtered is not None:

@@ -79,7 +79,9 @@ def draw_step(state: State, choose: Choices, capabilities: Capabilities) -> Oper
     if state.unfiltered or not _may_grow(state):
         return None
     style = choose.below(4)
-    if style == 0:
+    if style == 3 and state.header.kv_tokens:
+        accepted = kv.up_to_the_longest(state)
+    elif style == 0:
         accepted = (0,) * len(state.running)
     elif style == 1:
         accepted = (block - 1,) * len(state.running)
@@ -220,11 +222,12 @@ def refuse_retract(state: State, operation: Operation, capabilities: Capabilitie
 def apply_retract(state: State, operation: Operation) -> Effect:
     assert isinstance(operation, Retract)
     rows = {r.number: i for i, r in enumerate(state.running)}
+    fits = not state.header.kv_tokens or kv.fits(state)
     for request in state.running:
         if request.number not in operation.keep:
             _retract(state, request)
     state.retracting = True
-    return _keep(state, Effect(keep=[rows[number] for number in operation.keep]))
+    return _keep(state, Effect(keep=[rows[number] for number in operation.keep], fits=fits))
 
 
 def draw_retract(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:

@@ -59,12 +59,31 @@ def _growth(state: State, requests: Iterable[Request]) -> int:
     return sum(pages(reserved(state, r), page) - pages(r.allocated, page) for r in requests)
 
 
+def fits(state: State) -> bool:
+    """Whether there are pages for a decode of the running batch."""
+    return _growth(state, state.running) <= free_pages(state)
+
+
 def ends_first(state: State) -> list[Request]:
     """Running requests of which the host knows that they have their longest length."""
     if not state.header.kv_tokens:
         return []
     longest = longest_decoding(state.header)
     return [r for r in state.running if not r.finished and r.committed > longest]
+
+
+def up_to_the_longest(state: State) -> tuple[int, ...]:
+    """Drafts to accept so that running requests come to their longest length, not beyond."""
+    longest, top = longest_decoding(state.header), state.header.block - 1
+    return tuple(min(max(longest - r.length - 1, 0), top) for r in state.running)
+
+
+def at_the_longest(state: State) -> bool:
+    """Whether a running request has its longest length and the host does not know it yet."""
+    if not state.header.kv_tokens:
+        return False
+    longest = longest_decoding(state.header)
+    return any(state.in_flight(r) and r.length == longest for r in state.running)
 
 
 def must_end(state: State) -> list[int]:

@@ -14,9 +14,11 @@ from generators.operations import (
     Mixed,
     Operation,
     Preempt,
+    Retract,
     Seed,
     Step,
 )
+from generators.protocol import kv
 from generators.protocol.state import State
 
 SITUATIONS: dict[str, str] = {
@@ -38,6 +40,14 @@ SITUATIONS: dict[str, str] = {
 }
 """States worth reaching, and what each means."""
 
+KV_SITUATIONS: dict[str, str] = {
+    "longest request": "a decode of a request that is as long as it may become",
+    "last pages": "a decode leaves the KV pool with fewer free pages than it has rows",
+    "pool too small": "requests are retracted because the KV pool has no pages for a decode",
+    "stop inside a block": "a request ends with tokens behind the one that it stops at",
+}
+"""The same where there is a KV pool."""
+
 
 def situations(state: State, operation: Operation) -> list[str]:
     """Which of :data:`SITUATIONS` the operation is about to reach in `state`."""
@@ -54,7 +64,18 @@ def _at_step(state: State, operation: Operation) -> list[str]:
         found.append("many rows")
     if not state.free:
         found.append("full pool")
+    if state.header.kv_tokens:
+        longest = kv.longest_decoding(state.header)
+        if any(request.committed == longest for request in state.running):
+            found.append("longest request")
+        taken = kv.decode_pages(state)
+        if taken and kv.free_pages(state) - taken < rows:
+            found.append("last pages")
     return found
+
+
+def _at_retract(state: State, operation: Operation) -> list[str]:
+    return ["pool too small"] if state.header.kv_tokens and not kv.fits(state) else []
 
 
 def _at_arrival(state: State, operation: Operation) -> list[str]:
@@ -76,7 +97,11 @@ def _at_arrival(state: State, operation: Operation) -> list[str]:
 
 def _at_finish(state: State, operation: Operation) -> list[str]:
     assert isinstance(operation, Finish)
-    return ["given up"] if state.live.get(operation.request) is state.chunked else []
+    request = state.live.get(operation.request)
+    found = ["given up"] if request is state.chunked else []
+    if state.header.kv_tokens and request is not None and request.past_stop:
+        found.append("stop inside a block")
+    return found
 
 
 def _at_filter(state: State, operation: Operation) -> list[str]:
@@ -106,6 +131,7 @@ _LOOK: dict[type[Operation], Callable[[State, Operation], list[str]]] = {
     Seed: _at_arrival,
     Finish: _at_finish,
     Filter: _at_filter,
+    Retract: _at_retract,
     Preempt: _at_preempt,
     Adopt: _at_absorb,
     Merge: _at_absorb,

@@ -95,6 +95,7 @@ class Effect:
         learned: requests whose results the host processes, with the lengths that it learns.
         landed_tails: of a mixed launch, the numbers of its decode tails.
         in_flight: whether a forward was in flight when the operation began.
+        fits: whether the KV pool had pages for a decode when the operation began.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -111,6 +112,7 @@ class Effect:
     landed_tails: list[int] | None = None
     learned: list[tuple[Request, int]] = field(default_factory=list)
     in_flight: bool = False
+    fits: bool = True
 
     def rows(self) -> list[int]:
         """Indices of the batch's rows."""
