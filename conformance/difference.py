@@ -47,18 +47,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class Cover:
-    """What an active waiver covers.
+    """What a waiver covers, if its witness shows it on this tree.
 
     Attributes:
         name: the waiver's.
         clause, anomaly: of the differences that it covers.
         where: settings of the traces on which it does, by field of the header: a value, or ``>N``.
+        shown: whether the witness was replayed in this process; one for other debug settings is
+            replayed elsewhere, and who puts the answers together sees whether it covers.
     """
 
     name: str
     clause: str
     anomaly: str
     where: Mapping[str, str] = field(default_factory=dict)
+    shown: bool = True
 
     def covers(self, difference: Difference, header: Header) -> bool:
         """Whether it covers a difference that shows on a trace with this header."""

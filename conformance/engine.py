@@ -156,18 +156,19 @@ def check(
         result.operations += replay.operations
         result.calls += replay.calls
         result.complete &= replay.difference is None
-        seen: list[tuple[int, Difference, str | None]] = [*replay.waived]
+        seen: list[tuple[int, Difference, Cover | None]] = [*replay.waived]
         seen += [(index, difference, None) for index, difference in replay.differences]
-        for index, difference, waiver in seen:
+        for index, difference, cover in seen:
             key = key_of(surface, trace, index, difference)
-            if (key, waiver) in found:
-                found[key, waiver].count += 1
-            elif waiver is not None or not shrinking or _lost(surface, difference):
+            named = (key, cover.name if cover is not None else None)
+            if named in found:
+                found[named].count += 1
+            elif not shrinking or _lost(surface, difference) or (cover and cover.shown):
                 # The witness of what is waived is the waiver's, so nothing is shrunk.
-                found[key, waiver] = _cut(key, trace, index, difference)
-                found[key, waiver].waiver = waiver
+                found[named] = _cut(key, trace, index, difference)
             else:
-                found[key, waiver] = minimize(surface, trace, index, difference, capabilities)
+                found[named] = minimize(surface, trace, index, difference, capabilities)
+            found[named].waiver = named[1]
         if any(_lost(surface, difference) for _, difference in replay.differences):
             raise Enough
         generated += len(trace.operations)

@@ -20,7 +20,7 @@ from conformance.changes import Agreement, Change, Differences
 from conformance.kernels import sources
 from conformance.pairs import Examples, Shard, Table
 from conformance.pool import Answer, Job, Pool
-from conformance.runner import Profile, TreeReport, add, check_trees, plan, result_of
+from conformance.runner import Profile, TreeReport, add, check_trees, plan, result_of, settle
 from conformance.sut.fields import FIELDS
 from conformance.sut.source import Tree
 from conformance.sut.worker import Config
@@ -182,6 +182,8 @@ def _play(
         if answer.result["recorded"] is not None:
             tables = (Table(one.result["recorded"]) for one in (base, answer) if one.result)
             shards.append(Shard(base.job.config, answer.job.config, *tables))
+    for report in (comparison.base, comparison.head):
+        settle(report)
     return comparison, shards
 
 

@@ -1,7 +1,7 @@
 """What a KV cache must look like after a call: clauses K1 to K9.
 
 Which slots are handed out is the tree's choice, so most of these ask the reference ledger whether
-what is seen may follow from what was seen before (:class:`reference.kv_lengths.Ledger`).
+what is seen may follow from what was seen before (:class:`reference.kv_ledger.Ledger`).
 """
 
 from __future__ import annotations

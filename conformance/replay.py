@@ -30,7 +30,7 @@ class Replay:
         difference: the first difference, or None.
         operation: index of the operation it showed at.
         operations, calls: how much was carried out.
-        waived: (operation index, difference, waiver); the trace went on after them.
+        waived: (operation index, difference, its cover); the trace went on after them.
         reported: the same of clauses in :data:`REPORTED`.
     """
 
@@ -38,7 +38,7 @@ class Replay:
     operation: int = -1
     operations: int = 0
     calls: int = 0
-    waived: list[tuple[int, Difference, str]] = field(default_factory=list)
+    waived: list[tuple[int, Difference, Cover]] = field(default_factory=list)
     reported: list[tuple[int, Difference]] = field(default_factory=list)
 
     @property
@@ -131,11 +131,11 @@ class Player:
                 if difference.clause in REPORTED:
                     outcome.reported.append((outcome.operations, difference))
                 else:
-                    covers = (c.name for c in self.waived if c.covers(difference, trace.header))
-                    waiver = next(covers, None)
-                    if waiver is None:
+                    covers = (c for c in self.waived if c.covers(difference, trace.header))
+                    cover = next(covers, None)
+                    if cover is None:
                         raise _Differs(difference)
-                    outcome.waived.append((outcome.operations, difference, waiver))
+                    outcome.waived.append((outcome.operations, difference, cover))
             if "relay_lengths" in expected.aspects:
                 # After an agreement the model's rows are the tree's rows.
                 previous = expected.aspects

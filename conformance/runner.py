@@ -249,6 +249,8 @@ def plan(
         ("debug compiled", replace(config, debug=True, compiled=True), profile.compiled),
     )
     waivers = [waiver for waiver in waivers if waiver.case is None]
+    pooled = [w for w in waivers if w.trace["header"].get("kv_tokens")]
+    waivers = [waiver for waiver in waivers if waiver not in pooled]
     # On a GPU a failed assertion ends the process, so what provokes one is played alone.
     alone = [w for w in waivers if config.device != "cpu" and _provokes(w.trace)]
     jobs = []
@@ -280,7 +282,7 @@ def plan(
             "operations": min(KV_SHARD, profile.kv - start),
             "seed": (seed * 3 + len(modes)) * 1_000_003 + shard,
             "kv_pool": True,
-            "waivers": [waiver.request() for waiver in waivers if waiver not in alone],
+            "waivers": [waiver.request() for waiver in pooled],
             "capabilities": common,
             "recording": common is not None and not shard % RECORDED,
         }
@@ -391,6 +393,7 @@ def check_trees(
             sharing.keep(tree, kernels, crash if crash and crash.get("case") else None)
         if profile.kernels:
             _borrow(report, sharing)
+        settle(report)
         report.deviations.sort(key=lambda d: (d["mode"], d["clause"], d["anomaly"]))
         report.seconds = round(time.monotonic() - start, 2)
         start = time.monotonic()
@@ -436,6 +439,15 @@ def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     for name, state in result["waivers"].items():
         if state != "elsewhere":
             report.waivers[name] = state
+
+
+def settle(report: TreeReport) -> None:
+    """Of what a waiver may cover, tell what it does: its witness was replayed by now."""
+    found, report.deviations = report.deviations, []
+    for deviation in found:
+        covered = report.waivers.get(deviation["waiver"]) == "active"
+        waiver = deviation["waiver"] if covered else None
+        _merge(report.deviations, {**deviation, "waiver": waiver})
 
 
 def _borrow(report: TreeReport, sharing: Sharing) -> None:

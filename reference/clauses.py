@@ -538,7 +538,7 @@ _ALL = (
         "K5",
         "Every slot and every row is free, or held by one request; what a request held is given "
         "back once.",
-        ("extend", "kv-prepare", "kv"),
+        ("extend", "kv-prepare", "release", "kv"),
         source=(
             "mem_cache.common.release_kv_cache; managers.scheduler_components.invariant_checker"
         ),

@@ -35,7 +35,7 @@ def command(cache: Path, *arguments: str, code: str = "") -> subprocess.Complete
 
 def small(cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A run or matrix with a smaller quick profile."""
-    budget = "runner.Profile('quick', 5_000, 3_000, 0)"
+    budget = "runner.Profile('quick', 5_000, 3_000, 0, kv=1_000)"
     code = f"from conformance import runner; runner.PROFILES['quick'] = {budget}"
     return command(cache, *arguments, code=code)
 

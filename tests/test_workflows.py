@@ -318,7 +318,7 @@ SMALLER = """\
 from conformance import cli, runner
 # Enough to reach everything.
 for name in ("quick", "pr", "nightly"):
-    runner.PROFILES[name] = runner.Profile(name, 3_000, 2_000, 0)
+    runner.PROFILES[name] = runner.Profile(name, 3_000, 2_000, 0, kv=1_000)
 cli.main()
 """
 

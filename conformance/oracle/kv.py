@@ -10,7 +10,8 @@ import torch
 
 from generators.operations import Header
 from generators.protocol import Effect, Request
-from reference.kv_lengths import BLOCKS_AHEAD, Growth, Ledger, View, Violation, unaligned
+from reference.kv_ledger import Growth, Ledger, View, Violation, unaligned
+from reference.kv_lengths import BLOCKS_AHEAD
 
 Follow = Callable[[View], Violation | None]
 

@@ -526,7 +526,7 @@ class Driver(Watch):
                 self.observe("kv-check", fits=bool(fits))
             rows = range(len(self.running.reqs))
             gone = [row for row in rows if row not in effect.keep]
-            self.call(operation.op, self.kv.retract, self.running, gone)
+            self.call("release", self.kv.retract, self.running, gone)
         self._filter_running(operation.op, effect, keep_indices=list(effect.keep))
 
     def _filter_running(self, call: str, effect: Effect, *args: Any, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from conformance.sut.host_request import HarnessGap, sampling
 from conformance.sut.surface import BATCH, EAGLE, EAGLE_DRAFT, KV, SIZING, Surface
 from generators.operations import Header
 from generators.protocol import Request
-from reference.kv_lengths import View
+from reference.kv_ledger import View
 
 _ENDED = Settings(is_error=False)
 """A reason for which a request ended."""

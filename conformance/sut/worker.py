@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from conformance.difference import Cover
     from conformance.engine import Deviation
     from conformance.kernels.session import Kernels, Outcome
     from generators.kernel_inputs import Case
@@ -91,6 +92,13 @@ def _describe(error: BaseException) -> dict[str, Any]:
     return {"status": status, "message": text, "traceback": traceback.format_exc()}
 
 
+def _cover(waiver: dict[str, Any], *, shown: bool = True) -> Cover:
+    from conformance.difference import Cover
+
+    names = ("name", "clause", "anomaly", "where")
+    return Cover(**{name: waiver[name] for name in names}, shown=shown)
+
+
 def _case(data: dict[str, Any]) -> Case:
     """Read a kernel case; one that is malformed is the caller's to solve."""
     from conformance.errors import UserError
@@ -106,6 +114,7 @@ class _Worker:
     def __init__(self, config: Config, stream: TextIO) -> None:
         # Torch is imported here: the parent that starts workers never does.
         from conformance import faults
+        from conformance.kv_faults import KV_FAULTS
         from conformance.sut.device import open_device
         from conformance.sut.fields import Field
         from conformance.sut.recorder import Recorder
@@ -114,7 +123,7 @@ class _Worker:
         self.config, self.stream = config, stream
         device = open_device(config.device)
         device.prepare(compiled=config.compiled)
-        every = (*faults.FAULTS, *faults.KERNEL_FAULTS, *faults.WILD_FAULTS)
+        every = (*faults.FAULTS, *faults.KERNEL_FAULTS, *faults.WILD_FAULTS, *KV_FAULTS)
         registry = {fault.name: fault for fault in every}
         edits = faults.apply(registry[config.fault].edits) if config.fault else {}
         self.surface = open_tree(
@@ -169,7 +178,6 @@ class _Worker:
         kv_pool: bool = False,
     ) -> dict[str, Any]:
         """Check the tree: by random traces, by `given` ones, or by all of what `exhaust` says."""
-        from conformance.difference import Cover
         from conformance.engine import capabilities_for, check
         from conformance.record import as_table
         from generators import exhaustive
@@ -183,8 +191,8 @@ class _Worker:
             if deviation is not None:
                 witnessed[waiver["name"]] = deviation
                 deviation.waiver = waiver["name"]
-                named = (waiver[key] for key in ("name", "clause", "anomaly", "where"))
-                covers.append(Cover(*named))
+            if states[waiver["name"]] != "stale":
+                covers.append(_cover(waiver, shown=deviation is not None))
         reported = 0
 
         def progress(done: int, deviations: int) -> None:
@@ -222,9 +230,9 @@ class _Worker:
             shrinking=given is None,
             kv_pool=kv_pool,
         )
-        deviations = [d for d in result.deviations if d.waiver is None]
+        deviations = [d for d in result.deviations if d.waiver not in witnessed]
         for found in result.deviations:
-            if found.waiver is not None:
+            if found.waiver in witnessed:
                 witnessed[found.waiver].count += found.count
         # What a waiver covers is always listed, with the witness, whatever the search met.
         deviations += witnessed.values()
@@ -371,7 +379,6 @@ class _Worker:
         emit: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Replay a trace; or `emit` the test of the deviation that it showed, without replaying."""
-        from conformance.difference import Cover
         from conformance.engine import capabilities_for, replay_one
         from conformance.errors import NotOnThisTree, UserError
         from generators.operations import Trace
@@ -396,8 +403,7 @@ class _Worker:
         deviation = replay_one(self.surface, parsed, note)
         if deviation is not None:
             for waiver in waivers:
-                named = (waiver[key] for key in ("name", "clause", "anomaly", "where"))
-                covers = Cover(*named).covers(deviation.difference, parsed.header)
+                covers = _cover(waiver).covers(deviation.difference, parsed.header)
                 if covers and waiver["case"] is None and self._witness(waiver)[0] == "active":
                     deviation.waiver = waiver["name"]
         return {

@@ -30,6 +30,7 @@ import sys
 import types
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ import torch
 CONTEXT, POOL = 64, 1024
 """The model's context length, and the tokens that the KV cache holds."""
 
-BLOCKS, PAGES = (4, 8, 9, 16, 32), (1, 16, 64)
+BLOCKS = (4, 8, 9, 16, 32)
 
 KV = "sglang.srt.mem_cache."
 BATCH = "sglang.srt.managers.schedule_batch"
@@ -299,7 +300,8 @@ def neighbours(page: int) -> bool:
     return after == before and not lost and not twice
 
 
-def main() -> int:
+def main(pages: Sequence[int] = (1, 16, 64), pairs: Sequence[int] = (1, 16)) -> int:
+    """Try each of `pages` alone, and each of `pairs` with two requests in neighbouring rows."""
     if len(sys.argv) != 2:
         print(__doc__)
         return 2
@@ -308,7 +310,7 @@ def main() -> int:
     try:
         if not has(DRAFT):
             raise LookupError(f"this tree has no {DRAFT}")
-        for page, block in itertools.product(PAGES, BLOCKS):
+        for page, block in itertools.product(pages, BLOCKS):
             server = Server(block, page, [CONTEXT - 4])
             server.prepare()
             beyond[page, block] = max(0, server.reserved(0) - server.width)
@@ -319,9 +321,9 @@ def main() -> int:
         f"torch {torch.__version__}; tokens reserved beyond the row at {CONTEXT - 4} of {CONTEXT}"
     )
     print("         " + "".join(f"{f'block {block}':>10}" for block in BLOCKS))
-    for page in PAGES:
+    for page in pages:
         print(f"page {page:<4}" + "".join(f"{beyond[page, block]:>10}" for block in BLOCKS))
-    well = [neighbours(page) for page in (1, 16)]
+    well = [neighbours(page) for page in pairs]
     wrong = sum(map(bool, beyond.values()))
     print(
         "conforms" if not wrong and all(well) else f"DEFECT: {wrong} of {len(beyond)} leave the row"
