@@ -365,6 +365,8 @@ def _replay(
         raise UserError(f"{path}: {error}") from None
     if trace is None and emit is not None:
         raise UserError(f"--emit-test: {path} holds a kernel case; only traces become tests")
+    if emit is not None and trace is not None and trace.header.kv_tokens:
+        raise UserError(f"--emit-test: {path} has a KV pool; only traces without become tests")
     (tree,), options = _trees([sglang or NEWEST], **tree_options)
     config = Config(root=str(tree.root), **options)
     request: dict[str, Any] = {"waivers": [waiver.request() for waiver in _accepted(waivers)]}

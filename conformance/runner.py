@@ -45,6 +45,9 @@ RECORDED = 4
 KV_SHARD = 1_000
 """The same where there is a KV pool, whose kernels an interpreter runs on a CPU."""
 
+KV_MODE = "KV pool"
+"""What the jobs with a KV pool are called."""
+
 SHARES = 4
 """Jobs of the largest of the small scopes."""
 
@@ -287,7 +290,7 @@ def plan(
             "recording": common is not None and not shard % RECORDED,
         }
         configured = replace(config, debug=False)
-        jobs.append(Job(f"{label}, KV pool", configured, request, weight=KV_SHARD))
+        jobs.append(Job(f"{label}, {KV_MODE}", configured, request, weight=KV_SHARD))
     # Two trees are given random traces, to be compared; the larger profiles also all of a scope.
     for part, debug in _parts(profile) if common is None or profile.both else ():
         request = {

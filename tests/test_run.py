@@ -329,8 +329,8 @@ def test_a_report_folder_is_looked_at_before_any_work(tmp_path: Path) -> None:
 
 
 def test_what_is_not_covered_depends_on_the_device() -> None:
-    def lines(device: str, *, kernels: bool) -> str:
-        return "\n".join(document.not_covered(device, kernels=kernels))
+    def lines(device: str, *, kernels: bool, kv: bool = True) -> str:
+        return "\n".join(document.not_covered(device, kernels=kernels, kv=kv))
 
     on_cpu, on_gpu = lines("cpu", kernels=True), lines("cuda", kernels=True)
     assert "inert on CPU tensors" in on_cpu
@@ -346,18 +346,20 @@ def test_what_is_not_covered_depends_on_the_device() -> None:
         assert "the Triton kernels" not in with_kernels
         assert "the Triton kernels: this run did not check them" in without
         assert "2**31" not in without
+        assert "K1 to K7" not in with_kernels
+        assert "K1 to K7" in lines(device, kernels=True, kv=False)
 
 
 def test_a_report_names_its_device(healthy: TreeReport) -> None:
     report = as_document(healthy)
     assert report["environment"]["device"] == report["trees"][0]["device"] == "cpu"
-    assert report["not_covered"] == document.not_covered("cpu", kernels=False)
+    assert report["not_covered"] == document.not_covered("cpu", kernels=False, kv=False)
     kernels = {"prepare": {"module": "m", "digest": "d", "checked_on": "0.5.23"}}
     named = {**healthy.surface, "device": "NVIDIA H200"}
     gpu = as_document(replace(healthy, device="cuda", kernels=kernels, surface=named))
     assert gpu["environment"]["device"] == "NVIDIA H200"
     assert gpu["trees"][0]["device"] == "cuda"
-    assert gpu["not_covered"] == document.not_covered("cuda", kernels=True)
+    assert gpu["not_covered"] == document.not_covered("cuda", kernels=True, kv=False)
 
 
 WAIVER = """

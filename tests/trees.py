@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
+from conformance.sut.doubles import UTILITIES
 from conformance.sut.isolation import Edit
 from conformance.sut.source import Tree
 from conformance.sut.surface import ARGUMENTS, REAL
@@ -22,14 +23,16 @@ def copy_surface(tree: Tree, folder: Path, edits: Mapping[str, Edit] | None = No
     package = folder / "sglang"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("")
-    for module in (*REAL, ARGUMENTS):
-        source = tree.root.joinpath(*module.split(".")).with_suffix(".py")
-        if not source.is_file():
+    for module in (*REAL, ARGUMENTS, UTILITIES):
+        base = tree.root.joinpath(*module.split("."))
+        files = [f for f in (base.with_suffix(".py"), base / "__init__.py") if f.is_file()]
+        if not files:
             continue
+        source = files[0]
         text = source.read_text(encoding="utf-8")
         if module in edits:
             text = ast.unparse(ast.fix_missing_locations(edits[module](ast.parse(text))))
-        target = folder.joinpath(*module.split(".")).with_suffix(".py")
+        target = folder / source.relative_to(tree.root)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
     return Tree(folder.name, folder, "checkout")

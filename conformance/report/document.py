@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
-from conformance.runner import TreeReport
+from conformance.runner import KV_MODE, TreeReport
 from reference.clauses import CLAUSES
 
 SCHEMA = 1
@@ -32,12 +32,16 @@ _WIDE = "kernels on buffers of more than 2**31 elements (B9: benchmarks/kernel_s
 _UNCHECKED = "the Triton kernels: this run did not check them"
 
 
-def not_covered(device: str, *, kernels: bool) -> list[str]:
+_NO_KV_POOL = "KV lengths and slots (K1 to K7, K9): this run did not check them"
+
+
+def not_covered(device: str, *, kernels: bool, kv: bool) -> list[str]:
     """What a run of this version does not look at.
 
     Args:
         device: as ``--device`` gives it.
         kernels: whether the Triton kernels were checked.
+        kv: whether traces had a KV pool.
     """
     of_kernels = [_UNCHECKED]
     if kernels:
@@ -46,8 +50,9 @@ def not_covered(device: str, *, kernels: bool) -> list[str]:
         _STREAMS[device],
         *of_kernels,
         _UNUSED[device],
-        "how many KV slots prepare_for_decode reserves, and which (K1 to K6): every request has "
-        "its whole row already; sliding-window eviction, penalizers, top_k (K7, K8)",
+        *([] if kv else [_NO_KV_POOL]),
+        "prefix sharing, sliding-window pools and caches in host memory: KV slots are checked with "
+        "the tree's cache that shares no prefixes, and of windows that the hook is called",
         "the worker's forward: its builders run, its model is a table of values (so P8 is checked "
         "of the builders, not of what the worker publishes)",
         "the order of writes, event records and waits (a gate compares how often, no more)",
@@ -81,7 +86,9 @@ def document(
         "deviations": deviations,
         "trees": trees,
         "not_covered": not_covered(
-            reports[0].device, kernels=any(report.kernels for report in reports)
+            reports[0].device,
+            kernels=any(report.kernels for report in reports),
+            kv=any(KV_MODE in report.modes for report in reports),
         ),
         "environment": environment(reports),
         "timings": {r.tree.label: r.seconds for r in reports},

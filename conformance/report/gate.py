@@ -21,6 +21,7 @@ from conformance.changes import Change
 from conformance.gate import CHANGED, DEVIATES, PRESERVED, Comparison
 from conformance.report import explain, files, github
 from conformance.report.document import SCHEMA, environment, not_covered, tree_document
+from conformance.runner import KV_MODE
 from generators.operations import Trace
 from generators.protocol import SITUATIONS
 
@@ -82,7 +83,7 @@ def document(comparison: Comparison, *, profile: str, seed: int, wild: bool) -> 
         "fixed": [{**d, "tree": base.tree.label} for d in comparison.fixed],
         "notes": comparison.notes,
         "not_covered": [
-            *not_covered(head.device, kernels=bool(head.kernels)),
+            *not_covered(head.device, kernels=bool(head.kernels), kv=KV_MODE in head.modes),
             "a second bug of the clause, anomaly and mode of a known deviation, but as a change",
         ],
         "environment": environment(reports),

@@ -127,7 +127,8 @@ _SETTINGS = (
 )
 """Functions by which a tree asks for its server arguments."""
 
-_UTILITIES = f"{_SRT}.utils.common"
+UTILITIES = f"{_SRT}.utils.common"
+"""The module that excerpts are taken from."""
 
 _EXCERPTS = (
     "Range",
@@ -143,7 +144,6 @@ _EXCERPTS = (
 
 def settings() -> Settings:
     """Server arguments, as far as the code under test asks for them."""
-    parallel = {"attn_dcp_size": 1, "dcp_enabled": False}
     return Settings(
         speculative_algorithm="DFLASH",
         speculative_num_draft_tokens=4,
@@ -164,7 +164,9 @@ def settings() -> Settings:
         disaggregation_decode_enable_radix_cache=False,
         disaggregation_decode_host_receive_threshold=1,
         disaggregation_decode_retraction_backup="none",
-        **parallel,
+        attn_dcp_size=1,
+        dcp_size=1,
+        dcp_enabled=False,
     )
 
 
@@ -185,7 +187,7 @@ def doubles(answers: frozenset[str], given: Settings) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"*.{name}": _true if name in answers else _false for name in _PLATFORM_QUESTIONS
     }
-    found |= {f"*.{name}": Excerpt(_UTILITIES, name) for name in _EXCERPTS}
+    found |= {f"*.{name}": Excerpt(UTILITIES, name) for name in _EXCERPTS}
     # What a decode server asks of its prefix cache and clock when a prefilled request arrives.
     for name in ("checkpoint_kv_cache", "maybe_cache_unfinished_req"):
         found[f"{_SRT}.disaggregation.decode_schedule_batch_mixin.{name}"] = _nothing

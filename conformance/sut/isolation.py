@@ -133,6 +133,7 @@ def make_inert(name: str) -> Any:
     namespace: dict[str, Any] = {
         "__stand_in__": name,
         "__is_stand_in__": True,
+        "_is_protocol": False,  # which the metaclass asks for
         "__new__": _new,
         "__init__": _init,
         "__call__": _call,
