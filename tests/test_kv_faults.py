@@ -48,47 +48,75 @@ def cover(waiver: Waiver) -> Cover:
 
 
 def run(
-    root: Path, edits: tuple[Edit, ...], covers: tuple[str, ...], operations: int, whole: bool
+    root: Path,
+    edits: tuple[Edit, ...],
+    covers: tuple[str, ...],
+    operations: int,
+    until: Name | None,
 ) -> list[Found]:
-    """Check one tree on KV pools until the first deviation or (`whole`) the end."""
-    from conformance.engine import capabilities_for, check
+    """Check one tree on KV pools until the first deviation, or the first one named `until`."""
+    from conformance.engine import capabilities_for, check, minimize
     from conformance.sut.device import PlainDevice
     from conformance.sut.surface import open_tree
     from generators import protocol
+    from generators.operations import Trace
+    from generators.strategies import Enough, generate, traces
 
     device = PlainDevice()
     device.prepare(compiled=False)
     applied = faults.apply(edits)
     surface = open_tree(root, device, debug=False, edits=applied)
+    capabilities = capabilities_for(surface, wild=False)
     waived = tuple(cover(waiver) for waiver in on_pools() if waiver.name in covers)
-    result = check(
-        surface,
-        operations=operations,
-        seed=SEED,
-        waived=waived,
-        stop_at_first=not whole,
-        kv_pool=True,
-    )
+    deviations = []
+    if until is None:
+        deviations = check(
+            surface,
+            operations=operations,
+            seed=SEED,
+            waived=waived,
+            stop_at_first=True,
+            kv_pool=True,
+        ).deviations
+    else:
+        played = 0
+
+        def consume(trace: Trace) -> None:
+            """The same traces, one by one: what has another name is not made small."""
+            nonlocal played
+            result = check(
+                surface, operations=0, seed=0, waived=waived, given=[trace], shrinking=False
+            )
+            played += result.operations
+            for found in result.deviations:
+                if found.waiver is None and (found.clause, found.anomaly) == until:
+                    last = len(found.trace.operations) - 1
+                    small = minimize(surface, found.trace, last, found.difference, capabilities)
+                    deviations.append(small)
+                    raise Enough
+            if played >= operations:
+                raise Enough
+
+        generate(traces(capabilities, debug=False, kv_pool=True), SEED, consume)
     loaded = {module.partition(":")[0] for module in surface.loader.loaded}
     assert applied.keys() <= loaded, "an edited module was never loaded"
     found = []
-    for deviation in result.deviations:
+    for deviation in deviations:
         if deviation.waiver is not None:
             continue
         try:
-            protocol.check(deviation.trace, capabilities_for(surface, wild=False))
+            protocol.check(deviation.trace, capabilities)
             refusal = ""
         except protocol.IllegalOperation as error:
             refusal = str(error)
+        header = deviation.trace.header
         found.append(
             Found(
                 (deviation.clause, deviation.anomaly),
                 deviation.mode,
                 tuple(deviation.trace.lines()),
                 refusal,
-                tuple(
-                    c.name for c in waived if c.covers(deviation.difference, deviation.trace.header)
-                ),
+                tuple(c.name for c in waived if c.covers(deviation.difference, header)),
             )
         )
     return found
@@ -132,15 +160,15 @@ def in_process(
     *,
     without: Name = ("", ""),
     operations: int = OPERATIONS,
-    whole: bool = False,
+    until: Name | None = None,
 ) -> list[Found]:
     """:func:`run` in a process of its own; what is named `without` is not waived."""
     covers = tuple(
         w.name for w in on_pools() if w.name in active() and (w.clause, w.anomaly) != without
     )
     with forked() as pool:
-        submitted = pool.submit(run, locate(NEWEST).root, edits, covers, operations, whole)
-        return submitted.result(timeout=240)
+        submitted = pool.submit(run, locate(NEWEST).root, edits, covers, operations, until)
+        return submitted.result(timeout=300)
 
 
 @pytest.mark.parametrize("name", [name for name, fault in BY_NAME.items() if not fault.mends])
@@ -151,7 +179,7 @@ def test_fault_is_reported_and_only_with_the_fault(name: str) -> None:
     assert found, f"{OPERATIONS} operations did not show it: {fault.summary}"
     if found[0].name in fault.also:
         assert 0 < len(found[0].trace) <= LONGEST
-        found = [f for f in in_process(fault.edits, whole=True) if f.name == fault.expect]
+        found = in_process(fault.edits, until=fault.expect)
         assert found, f"it is only reported as {fault.also}"
     (first,) = found
     assert (first.name, first.mode) == (fault.expect, "legal"), first.trace

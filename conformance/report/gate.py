@@ -23,7 +23,7 @@ from conformance.report import explain, files, github
 from conformance.report.document import SCHEMA, environment, not_covered, tree_document
 from conformance.runner import KV_MODE
 from generators.operations import Trace
-from generators.protocol import SITUATIONS
+from generators.protocol import KV_SITUATIONS, SITUATIONS
 
 MOST_CHARACTERS = 60_000
 """A GitHub comment holds 65,536 characters."""
@@ -353,9 +353,11 @@ def _ran(report: dict[str, Any]) -> Iterator[str]:
             f"| {side['totals']['calls']:,} | {modes} |"
         )
     reached = report["head"]["reached"]
-    missed = [name for name in SITUATIONS if not reached.get(f"situation {name}")]
+    pooled = KV_MODE in report["head"]["totals"]["by_mode"]
+    named = [*SITUATIONS, *(KV_SITUATIONS if pooled else ())]
+    missed = [name for name in named if not reached.get(f"situation {name}")]
     operations = sum(name.startswith("operation ") for name in reached)
-    of = f"{len(SITUATIONS) - len(missed)} of {len(SITUATIONS)} situations reached"
+    of = f"{len(named) - len(missed)} of {len(named)} situations reached"
     without = f" (not {', '.join(missed)})" if missed else ""
     yield ""
     yield (
