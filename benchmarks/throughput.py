@@ -5,7 +5,8 @@
 ``bare``        publish, stash and both resolves of the tree, two rows, nothing around them;
 ``tree only``   the driver on the tree, without model and comparison;
 ``replay``      driver, model and comparison, on traces made beforehand;
-``end to end``  the same with generation by Hypothesis.
+``end to end``  the same with generation by Hypothesis;
+``KV pool``     replay of traces on the tree's own KV pools, its kernels in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import torch
 from conformance.engine import check
 from conformance.replay import Player
 from conformance.sut.device import PlainDevice
+from conformance.sut.doubles import Settings
 from conformance.sut.driver import Driver, table_width
 from conformance.sut.source import NEWEST, locate
 from conformance.sut.surface import (
-    Settings,
     Surface,
     make_draft_input,
     make_pool,
@@ -87,7 +88,7 @@ def end_to_end(surface: Surface, operations: int) -> int:
     return check(surface, operations=operations, seed=1).calls
 
 
-def sample_of(surface: Surface, count: int) -> list[Trace]:
+def sample_of(surface: Surface, count: int, *, kv_pool: bool = False) -> list[Trace]:
     sample: list[Trace] = []
 
     def consume(trace: Trace) -> None:
@@ -95,7 +96,7 @@ def sample_of(surface: Surface, count: int) -> list[Trace]:
         if len(sample) == count:
             raise Enough
 
-    generate(traces(surface.capabilities), 1, consume)
+    generate(traces(surface.capabilities, kv_pool=kv_pool), 1, consume)
     return sample
 
 
@@ -107,12 +108,13 @@ def main() -> None:
     device = PlainDevice()
     device.prepare(compiled=False)
     surface = open_tree(locate(options.sglang).root, device, debug=False)
-    sample = sample_of(surface, 200)
+    sample, pooled = sample_of(surface, 200), sample_of(surface, 8, kv_pool=True)
     cases: dict[str, Callable[[], int]] = {
         "bare": lambda: bare(surface),
         "tree only": lambda: drive(surface, sample),
         "replay": lambda: replay(surface, sample),
         "end to end": lambda: end_to_end(surface, 10_000),
+        "KV pool": lambda: replay(surface, pooled),
     }
     rates: dict[str, float] = {}
     for name, case in cases.items():

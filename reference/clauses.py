@@ -494,7 +494,7 @@ _ALL = (
     Clause(
         "K1",
         "Of every request, committed <= allocated <= reserved, and at a decode reserved >= "
-        "committed + 2 blocks; a true length is at most committed + block.",
+        "committed + 2 blocks.",
         ("extend", "kv-prepare", "kv"),
         source=(
             "speculative.dflash_info_v2.DFlashDraftInputV2.prepare_for_decode; "

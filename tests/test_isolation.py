@@ -27,7 +27,7 @@ def run(folder: Path, code: str) -> str:
     program = (
         "import sys, importlib\n"
         "from pathlib import Path\n"
-        "from conformance.sut.isolation import Isolation, StandInUsed\n"
+        "from conformance.sut.isolation import Excerpt, Isolation, StandInUsed\n"
         f"root = Path({str(folder)!r})\n" + textwrap.dedent(code)
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -181,6 +181,142 @@ def test_edits_apply_in_memory_and_leave_the_tree_alone(tmp_path: Path) -> None:
     assert printed == "42"
     assert (folder / "sglang" / "user.py").read_bytes() == before
     assert not list(folder.rglob("__pycache__"))
+
+
+LARGE = """
+    import json as parser
+    import os
+    from math import floor, sqrt
+    from sglang.deeper import CONSTANT
+
+    FACTOR = 3
+    LIMIT: int = FACTOR * 2
+    OTHER = CONSTANT + 1
+
+    def scaled(x): return floor(x * FACTOR)
+    def unrelated(): return sqrt(OTHER)
+
+    class Thing:
+        def size(self): return scaled(1.5) + LIMIT
+
+    def wanted(text): return Thing().size() + parser.loads(text)
+
+    raise SystemError("must not load")
+"""
+
+EXCERPT = """
+    loader = Isolation(root, ["sglang.user"], {"*.wanted": Excerpt("sglang.large", "wanted")})
+    loader.install()
+    import sglang.user as user
+    loader.seal()
+"""
+
+
+def test_a_definition_comes_with_what_it_needs_of_its_module(tmp_path: Path) -> None:
+    folder = tree(tmp_path, user="from sglang.large import wanted", large=LARGE)
+    printed = run(
+        folder,
+        EXCERPT
+        + """
+    print(user.wanted("5"), user.wanted.__module__)
+    print(*sorted(name for name in user.wanted.__globals__ if not name.startswith("__")))
+    print(sorted(loader.loaded), sorted(loader.inert), sorted(loader.used_doubles))
+    """,
+    )
+    assert printed.splitlines() == [
+        "15 sglang.large",
+        "FACTOR LIMIT Thing annotations floor parser scaled wanted",
+        "['sglang.large:wanted', 'sglang.user'] [] []",
+    ]
+
+
+@pytest.mark.parametrize("name", ["LIMIT", "OTHER", "Thing", "scaled", "unrelated"])
+def test_any_definition_of_the_top_level_may_be_taken(tmp_path: Path, name: str) -> None:
+    printed = run(
+        tree(tmp_path, large=LARGE),
+        f"""
+    loader = Isolation(root, [], {{"sglang.large.{name}": Excerpt("sglang.large", "{name}")}})
+    loader.install()
+    from sglang.large import {name}
+    from sglang import large
+    print({name} is large.{name}, sorted(loader.loaded), sorted(loader.inert))
+    """,
+    )
+    inert = ["sglang.deeper.CONSTANT"] if name in ("OTHER", "unrelated") else []
+    inert.append("sglang.large")  # as an attribute of its package
+    assert printed.startswith(f"True ['sglang.large:{name}'] ")
+    assert "sglang.deeper.CONSTANT" not in printed or inert[0] in printed
+
+
+def test_an_edit_reaches_a_definition(tmp_path: Path) -> None:
+    folder = tree(tmp_path, user="from sglang.large import wanted", large=LARGE)
+    before = (folder / "sglang" / "large.py").read_bytes()
+    printed = run(
+        folder,
+        """
+    import ast
+    def edit(module):
+        for node in ast.walk(module):
+            if isinstance(node, ast.Constant) and node.value == 3:
+                node.value = 30
+        return module
+    wanted = Excerpt("sglang.large", "wanted")
+    plain = Isolation(root, [], {})
+    print(plain.excerpt(wanted)("5"))
+    loader = Isolation(root, ["sglang.user"], {"*.wanted": wanted}, edits={"sglang.large": edit})
+    loader.install()
+    import sglang.user as user
+    print(user.wanted("5"), plain.loaded.keys() < loader.loaded.keys())
+    print(plain.loaded["sglang.large:wanted"] == loader.loaded["sglang.large:wanted"])
+    """,
+    )
+    assert printed.splitlines() == ["15", "110 True", "False"]
+    assert (folder / "sglang" / "large.py").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        {},
+        {"large": "VALUE = 1"},
+        {"large": "from sglang.deeper import wanted"},
+        {"large": "if True:\n    def wanted(): return 1"},
+    ],
+    ids=["no module", "no definition", "only imported", "not at the top level"],
+)
+def test_a_definition_that_the_tree_lacks_is_a_stand_in(
+    tmp_path: Path, modules: dict[str, str]
+) -> None:
+    folder = tree(tmp_path, user="from sglang.large import wanted", **modules)
+    printed = run(
+        folder,
+        EXCERPT
+        + """
+    print(sorted(loader.loaded), sorted(loader.inert))
+    try:
+        user.wanted(5)
+    except StandInUsed as error:
+        print(error)
+    """,
+    )
+    first, second = printed.splitlines()
+    assert first == "['sglang.user'] ['sglang.large.wanted']"
+    assert second.startswith("sglang.large.wanted was called by ")
+    assert second.endswith("only a stand-in for it was loaded")
+
+
+def test_definitions_of_one_module_are_taken_once(tmp_path: Path) -> None:
+    printed = run(
+        tree(tmp_path, large=LARGE),
+        """
+    loader = Isolation(root, [], {})
+    wanted = loader.excerpt(Excerpt("sglang.large", "wanted"))
+    thing = loader.excerpt(Excerpt("sglang.large", "Thing"))
+    print(thing is wanted.__globals__["Thing"], loader.excerpt(Excerpt("sglang.large", "wanted")) is wanted)
+    print(sorted(loader.loaded))
+    """,
+    )
+    assert printed.splitlines() == ["True True", "['sglang.large:wanted']"]
 
 
 def test_a_moved_file_is_found_where_the_user_says(tmp_path: Path) -> None:
