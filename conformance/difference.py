@@ -71,7 +71,7 @@ class Cover:
 
 
 def holds(text: str, value: Any) -> bool:
-    """Whether a setting is as `text` says."""
+    """Whether a setting is as `text` says; switches are ``true`` or ``false``."""
     if text.startswith(">"):
         return bool(int(value) > int(text[1:]))
-    return str(value) == text
+    return str(value).lower() == text.lower()

@@ -167,7 +167,7 @@ def check(
                 # The witness of what is waived is the waiver's, so nothing is shrunk.
                 found[named] = _cut(key, trace, index, difference)
             else:
-                found[named] = minimize(surface, trace, index, difference, capabilities)
+                found[named] = minimize(surface, trace, index, difference, capabilities, waived)
             found[named].waiver = named[1]
         if any(_lost(surface, difference) for _, difference in replay.differences):
             raise Enough
@@ -227,15 +227,24 @@ def minimize(
     operation: int,
     difference: Difference,
     capabilities: Capabilities,
+    waived: Sequence[Cover] = (),
 ) -> Deviation:
-    """Shrink a failing trace, keeping clause, anomaly and mode, and describe what it shows."""
+    """Shrink a failing trace, keeping clause, anomaly and mode, and describe what it shows.
+
+    What no waiver covers is not shrunk into settings for which one does.
+    """
     goal = key_of(surface, trace, operation, difference)
     player = Player(surface)
+
+    def covers(found: Difference, by: Trace) -> list[str]:
+        return [cover.name for cover in waived if cover.covers(found, by.header)]
+
+    covered = covers(difference, trace)
 
     def failure(candidate: Trace) -> Difference | None:
         for index, other in player.replay(candidate).differences:
             if key_of(surface, candidate, index, other) == goal:
-                return other
+                return other if covers(other, candidate) == covered else None
         return None
 
     cut = Trace(trace.header, trace.operations[: operation + 1])

@@ -71,9 +71,15 @@ KV_FAULTS: tuple[Fault, ...] = (
         ("K1", "wrong-value"),
     ),
     Fault(
-        "bound-is-the-committed-length",
-        "The bound that a decode is planned with is the committed length, which lags.",
-        (_prepare("Assign", 30, "{1} = batch_seq_lens_cpu_t"),),
+        "bound-lags-from-the-third-decode",
+        "From the third decode on the bound that one is planned with is the committed length.",
+        (
+            _prepare(
+                "Assign",
+                30,
+                "{1} = {2} if batch.reqs[0].decode_batch_idx < 3 else batch_seq_lens_cpu_t",
+            ),
+        ),
         ("K6", "wrong-value"),
         also=(("K1", "wrong-value"),),
     ),
@@ -206,8 +212,7 @@ KV_FAULTS: tuple[Fault, ...] = (
                 "If", 1, "if True:\n    r.kv.req_pool_idx = select_index[offset]\n    offset += 1"
             ),
         ),
-        ("K5", "leaked-slot"),
-        also=(("K9", "unexpected-error"), ("K3", "phantom-row")),
+        ("K9", "unexpected-error"),
     ),
     # What the scheduler asks before.
     Fault(

@@ -21,7 +21,9 @@ from generators.operations import Header, Trace, TraceError
 from reference.clauses import CLAUSES
 
 PACKAGED = Path(__file__).with_name("waivers.toml")
-_SETTING = re.compile(r">\d+|\w+")
+_SETTINGS = {"int": re.compile(r">?\d{1,9}"), "bool": re.compile("true|false")}
+"""How the settings of a trace are given, by their type."""
+
 _TEXT = ("name", "clause", "anomaly", "witness", "link", "reason", "effect", "releases")
 
 
@@ -93,12 +95,13 @@ def _read(table: dict[str, Any], path: Path) -> Waiver:
         raise UserError(f"{where}: witness {witness}: {error}") from None
     values = {key: table[key] for key in _TEXT if key != "witness"}
     settings = table.get("where", {})
-    fields = {f.name for f in dataclasses.fields(Header)}
+    kinds = {f.name: _SETTINGS.get(str(f.type)) for f in dataclasses.fields(Header)}
     for name, text in settings.items() if isinstance(settings, dict) else [("where", None)]:
-        if name not in fields or not isinstance(text, str) or not _SETTING.fullmatch(text):
+        pattern = kinds.get(name)
+        if pattern is None or not isinstance(text, str) or not pattern.fullmatch(text):
             raise UserError(
                 f"{where}: 'where' must give settings of a trace as text, such as "
-                'page = "1" or block = ">8"'
+                'page = "1", block = ">8" or overlap = "true"'
             )
     return Waiver(**values, trace=trace, expires=table["expires"], where=settings, case=case)
 

@@ -184,7 +184,8 @@ class Ledger:
         twice = sorted(p for p, n in free.items() if n > 1 or p in owners)
         if twice:
             owner = owners.get(twice[0])
-            state = "free twice" if owner is None else f"free and row {owner}'s"
+            whose = "padding's" if owner == -1 else f"row {owner}'s"
+            state = "free twice" if owner is None else f"free and {whose}"
             return Violation("K5", "double-free", "pages", "free or held", f"{twice} {state}")
         lost = sorted(set(range(1, self.pages + 1)) - owners.keys() - free.keys())
         if lost:

@@ -217,7 +217,7 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     used_doubles: set[str] = field(default_factory=set)
     missing: set[str] = field(default_factory=set)
     _absent: set[str] = field(default_factory=set)
-    _excerpts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _excerpts: dict[str, tuple[dict[str, Any], set[int]]] = field(default_factory=dict)
 
     def absent(self, package: str) -> None:
         """Answer a package that this environment lacks with stand-ins, if it is asked for."""
@@ -277,25 +277,28 @@ class Isolation(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def excerpt(self, wanted: Excerpt) -> Any:
         """The definition and what it needs of its module; missing where the tree lacks it."""
-        space = self._excerpts.setdefault(wanted.module, {"__name__": wanted.module})
-        if wanted.name in space:
-            return space[wanted.name]
         source = self.source_of(wanted.module)
         if source is None:
             return _MISSING
+        space, done = self._excerpts.setdefault(wanted.module, ({"__name__": wanted.module}, set()))
+        if wanted.name in space:
+            return space[wanted.name]
         tree = ast.parse(source.read_bytes())
         edit = self.edits.get(wanted.module)
-        chosen = _needed(tree if edit is None else edit(tree), wanted.name)
-        if not any(isinstance(node, _DEFINITIONS) for node in chosen):
+        body = (tree if edit is None else edit(tree)).body
+        chosen = _needed(body, wanted.name)
+        if not any(isinstance(body[i], _DEFINITIONS) for i in chosen):
             return _MISSING
+        # What another excerpt of the module needed is there already, and must stay the same.
         future = ast.parse("from __future__ import annotations").body
-        module = ast.fix_missing_locations(ast.Module(future + chosen, type_ignores=[]))
+        more = [body[i] for i in chosen if i not in done]
+        module = ast.fix_missing_locations(ast.Module(future + more, type_ignores=[]))
         code = compile(module, str(source), "exec", dont_inherit=True)
         with self.unsealed():
             exec(code, space)
-        self.loaded[f"{wanted.module}:{wanted.name}"] = hashlib.sha256(
-            ast.unparse(module).encode()
-        ).hexdigest()
+        done.update(chosen)
+        text = "\n".join(ast.unparse(body[i]) for i in chosen)
+        self.loaded[f"{wanted.module}:{wanted.name}"] = hashlib.sha256(text.encode()).hexdigest()
         return space[wanted.name]
 
     def digest(self) -> str:
@@ -362,17 +365,17 @@ class _RealLoader(importlib.abc.Loader):
 _DEFINITIONS = (ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
 
 
-def _needed(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """Statements of the top level that define `name`, and all that these need, in order."""
-    binds = [(statement, _bound(statement)) for statement in tree.body]
+def _needed(body: Sequence[ast.stmt], name: str) -> list[int]:
+    """Indices of the statements that define `name`, and of all that these need, in order."""
+    bound = [_bound(statement) for statement in body]
     wanted, names = set[int](), {name}
     while True:
-        chosen = {i for i, (_, bound) in enumerate(binds) if bound & names}
+        chosen = {i for i, theirs in enumerate(bound) if theirs & names}
         if chosen == wanted:
-            return [binds[i][0] for i in sorted(chosen)]
+            return sorted(chosen)
         wanted = chosen
         for i in chosen:
-            names |= {node.id for node in ast.walk(binds[i][0]) if isinstance(node, ast.Name)}
+            names |= {node.id for node in ast.walk(body[i]) if isinstance(node, ast.Name)}
 
 
 def _bound(statement: ast.stmt) -> set[str]:

@@ -144,12 +144,15 @@ def draw_finish(state: State, choose: Choices, _: Capabilities) -> Operation | N
 # -- filter, retract, preempt ----------------------------------------------------------------
 
 
-def _refuse_filtering(state: State, capabilities: Capabilities) -> str | None:
+def _refuse_filtering(
+    state: State, capabilities: Capabilities, *, always: bool = False
+) -> str | None:
+    """Why the running batch is not filtered; `always` where a scheduler does before anything."""
     if not state.running:
         return _EMPTY
     if state.prefill is not None:
         return _UNMERGED
-    if _chunk_first(state, capabilities):
+    if _chunk_first(state, capabilities) and not always:
         return _CHUNK_FIRST
     return None
 
@@ -163,7 +166,7 @@ def refuse_filter(state: State, operation: Operation, capabilities: Capabilities
         for number in operation.leaving:
             if number not in running or not state.in_flight(running[number]):
                 return f"no result of r{number} is in flight that could be its last"
-    return _refuse_filtering(state, capabilities)
+    return _refuse_filtering(state, capabilities, always=capabilities.filters_first)
 
 
 def _keep(state: State, effect: Effect) -> Effect:
@@ -188,7 +191,7 @@ def apply_filter(state: State, operation: Operation) -> Effect:
 
 
 def draw_filter(state: State, choose: Choices, capabilities: Capabilities) -> Operation | None:
-    if _refuse_filtering(state, capabilities) is not None:
+    if refuse_filter(state, Filter(), capabilities) is not None:
         return None
     leaving: tuple[int, ...] = ()
     if capabilities.skips_finishing and not state.header.seeded and choose.below(2):

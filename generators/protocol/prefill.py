@@ -336,6 +336,8 @@ def refuse_seed(state: State, operation: Operation, capabilities: Capabilities) 
         return "the tree has no draft input for a DFlash request that was prefilled elsewhere"
     if not state.header.seeded:
         return "only a decode server is sent requests that were prefilled elsewhere"
+    if state.header.kv_tokens:
+        return "a decode server's slots are handed out by what receives a prompt: no pool does here"
     return _refuse_rows(state, operation.rows)
 
 
