@@ -234,7 +234,7 @@ def minimize(
     What no waiver covers is not shrunk into settings for which one does.
     """
     goal = key_of(surface, trace, operation, difference)
-    player = Player(surface)
+    player = Player(surface, waived=waived)
 
     def covers(found: Difference, by: Trace) -> list[str]:
         return [cover.name for cover in waived if cover.covers(found, by.header)]
@@ -242,9 +242,12 @@ def minimize(
     covered = covers(difference, trace)
 
     def failure(candidate: Trace) -> Difference | None:
-        for index, other in player.replay(candidate).differences:
-            if key_of(surface, candidate, index, other) == goal:
-                return other if covers(other, candidate) == covered else None
+        replay = player.replay(candidate)
+        seen = [*replay.differences, *((index, other) for index, other, _ in replay.waived)]
+        for index, other in seen:
+            same = key_of(surface, candidate, index, other) == goal
+            if same and covers(other, candidate) == covered:
+                return other
         return None
 
     cut = Trace(trace.header, trace.operations[: operation + 1])

@@ -90,6 +90,19 @@ def bounds(expected: Observation, observed: Observation, context: Context) -> Di
     return None
 
 
+def located(expected: Observation, observed: Observation, context: Context) -> Difference | None:
+    """K3: what a prefill writes to are the slots that its rows were given, in their order."""
+    table, found = observed.aspects["kv"].table, observed.aspects["kv_slots"].tolist()
+    wanted: list[int] = []
+    for row, start, stop in expected.aspects.get("ranges", ()):
+        wanted += table[row, start:stop].tolist()
+    if not wanted or wanted == found:
+        return None
+    return Difference(
+        *("K3", "wrong-owner", observed.call, "kv_slots", f"{wanted[:12]}", f"{found[:12]}")
+    )
+
+
 def top_k(expected: Observation, observed: Observation, context: Context) -> Difference | None:
     """K8: the largest top_k covers every row, and a uniform one is that of all rows."""
     asked = expected.aspects.get("asked")

@@ -77,7 +77,7 @@ def _adapt(operation: Operation, accepted: dict[int, int], state: State) -> Oper
         if isinstance(operation, Seed) != state.header.seeded:
             operation = (Seed if state.header.seeded else Admit)(operation.rows)
         rows = tuple(
-            row
+            (row[0], row[1], _length(state, operation, row))
             for row in operation.rows
             if (row[0] in state.live and state.live[row[0]] is state.chunked)
             or (row[0] not in state.live and row[1] in state.free)
@@ -106,6 +106,14 @@ def _adapt(operation: Operation, accepted: dict[int, int], state: State) -> Oper
         cut = sum(row < operation.cut for row in now)
         return replace(operation, keep=tuple(now[i] for i in kept), then=tuple(stay), cut=cut)
     return operation
+
+
+def _length(state: State, operation: Admit | Seed, row: tuple[int, int, int]) -> int:
+    """A row's length; with a KV pool what comes back is as long as it is known to be by then."""
+    number, _, length = row
+    whole = state.whole.get(number) if state.header.kv_tokens else None
+    chunk = isinstance(operation, Admit) and operation.chunk == number
+    return length if whole is None else min(length, whole - 1) if chunk else whole
 
 
 def with_rows(operation: Admit | Seed, rows: Rows) -> Admit | Seed:

@@ -60,11 +60,12 @@ class Violation:
 
 @dataclass(frozen=True)
 class Growth:
-    """A row that is given slots: from position `start` to at least `least`."""
+    """A row that is given slots: from position `start` to at least `least`, or `exact`ly so far."""
 
     row: int
     start: int
     least: int
+    exact: bool = False
 
 
 def unaligned(seen: View, grown: Sequence[Growth], page: int) -> Violation | None:
@@ -128,6 +129,10 @@ class Ledger:
             committed = seen.committed[row]
             if stop < max(growth.least, committed):
                 return _of("K1", "wrong-value", "allocated", row, f">= {growth.least}", stop)
+            if growth.exact and stop != growth.least:
+                return _of("K1", "wrong-value", "allocated", row, str(growth.least), stop)
+            if growth.exact and committed != growth.least:
+                return _of("K1", "wrong-value", "committed", row, str(growth.least), committed)
             if stop > self.width:
                 return _of("K2", "overrun", "reserved", row, f"<= {self.width}", stop)
         for row, length in seen.allocated.items():
@@ -189,18 +194,26 @@ class Ledger:
             return Violation("K5", "double-free", "pages", "free or held", f"{twice} {state}")
         lost = sorted(set(range(1, self.pages + 1)) - owners.keys() - free.keys())
         if lost:
-            return Violation("K5", "leaked-slot", "pages", "free or held", f"{lost} neither")
+            holders = {
+                int(slot) // self.page: row
+                for row, length in self.held.items()
+                for slot in self.table[row, : length : self.page]
+            }
+            rows = sorted({holders[p] for p in lost if p in holders})
+            of = f", last of row {', '.join(map(str, rows))}" if rows else ""
+            return Violation("K5", "leaked-slot", "pages", "free or held", f"{lost} neither{of}")
         strange = sorted(p for p in free if not 1 <= p <= self.pages)
         if strange:
             return Violation("K5", "phantom-row", "pages", f"1 to {self.pages}", f"{strange} free")
-        rows = Counter(seen.free_rows)
+        listed = Counter(seen.free_rows)
         wanted = Counter(r for r in range(1, len(seen.table) - 1) if r not in held)
-        if rows != wanted:
-            more, fewer = sorted((rows - wanted).elements()), sorted((wanted - rows).elements())
+        if listed != wanted:
+            more = sorted((listed - wanted).elements())
+            fewer = sorted((wanted - listed).elements())
             anomaly = "double-free" if more else "leaked-slot"
             return Violation(
                 *("K5", anomaly, "rows", f"free rows {sorted(wanted)}"),
-                f"free rows {sorted(rows.elements())}",
+                f"free rows {sorted(listed.elements())}",
                 tuple((row, "held", "free") for row in more)
                 + tuple((row, "free", "held by nobody") for row in fewer),
             )

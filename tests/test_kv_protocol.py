@@ -49,7 +49,7 @@ from reference.kv_lengths import pages
 
 ALL = Capabilities()
 ROOMY = Header(pool=4, block=4, kv_tokens=99, context=24)
-TIGHT = replace(ROOMY, kv_tokens=33)  # as few as one request needs
+TIGHT = replace(ROOMY, kv_tokens=34)  # as few as one request needs
 APART = replace(ROOMY, overlap=False)
 
 
@@ -57,8 +57,8 @@ def test_lengths_follow_from_the_context() -> None:
     assert kv.longest_prompt(ROOMY) == 17
     assert kv.longest_decoding(ROOMY) == 20
     assert kv.least_tokens(ROOMY.context, ROOMY.block, 1) == TIGHT.kv_tokens
-    assert kv.least_tokens(24, 4, 16) == 3 * 16
-    assert kv.least_tokens(24, 8, 16) == 4 * 16
+    assert kv.least_tokens(24, 4, 16) == 4 * 16
+    assert kv.least_tokens(24, 8, 16) == 5 * 16
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -125,15 +125,15 @@ REFUSED: dict[str, tuple[Header, list[Operation], Operation, str, Operation]] = 
         *(PROMPTS, Admit(((1, 2, 16),))),
     ),
     "prompts in whole pages": (
-        *(replace(ROOMY, page=16, kv_tokens=64), both(17, 1), Admit(((2, 3, 17),)), PROMPTS),
+        *(replace(ROOMY, page=16, kv_tokens=80), both(17, 1), Admit(((2, 3, 17),)), PROMPTS),
         Admit(((2, 3, 16),)),
     ),
     "padding is no page": (
-        *(replace(ROOMY, page=16, kv_tokens=63), both(17, 1), Admit(((2, 3, 1),)), PROMPTS),
+        *(replace(ROOMY, page=16, kv_tokens=79), both(17, 1), Admit(((2, 3, 1),)), PROMPTS),
         Step((0, 0)),
     ),
-    "decode": (TIGHT, both(9, 9), Step((0, 0)), DECODE, Retract((1,))),
-    "decode in a law": (TIGHT, both(9, 9), Law("penalties"), DECODE, Retract((0,))),
+    "decode": (TIGHT, both(10, 9), Step((0, 0)), DECODE, Retract((1,))),
+    "decode in a law": (TIGHT, both(10, 9), Law("penalties"), DECODE, Retract((0,))),
     "mixed batch": (*(TIGHT, alone(10), Mixed(((1, 2, 16),)), PROMPTS, Mixed(((1, 2, 15),))),),
     "retraction that keeps too many": (TIGHT, THREE, Retract((0, 1)), DECODE, Retract((0,))),
     "law without a pool": (
@@ -253,9 +253,9 @@ def test_a_mixed_batch_is_learned_of_in_row_order() -> None:
         (TIGHT, THREE, False),
         (replace(TIGHT, kv_tokens=54), THREE, True),
         (replace(TIGHT, kv_tokens=53), THREE, False),
-        (TIGHT, both(9, 8), True),
-        (TIGHT, both(9, 9), False),
-        (replace(TIGHT, kv_tokens=33), [*both(9, 7), Step((0, 0)), Sync()], False),
+        (TIGHT, both(9, 9), True),
+        (TIGHT, both(10, 9), False),
+        (TIGHT, [*both(9, 8), Step((0, 0)), Sync()], False),
         (Header(), [Admit(((0, 1, 5), (1, 2, STRIDE + 5))), Adopt()], True),
     ],
 )
@@ -310,7 +310,7 @@ REACHED: dict[str, tuple[Header, list[Operation], Operation, list[Operation]]] =
         [*alone(17), Step((1,)), Sync()],
     ),
     "last pages": (TIGHT, both(9, 8), Step((0, 0)), both(8, 7)),
-    "pool too small": (TIGHT, both(9, 9), Retract((0,)), both(5, 5)),
+    "pool too small": (TIGHT, both(10, 9), Retract((0,)), both(5, 5)),
     "stop inside a block": (
         *(ROOMY, [*alone(5), Step((2,)), Sync()], Finish(0)),
         [*alone(5), Step((1,)), Sync()],

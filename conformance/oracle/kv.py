@@ -35,13 +35,14 @@ class KvCache:
         left, self._left = self._left, []
         return {"kv": partial(self.ledger.follow, left=left)}
 
-    def extended(self, requests: list[Request], lengths: list[int]) -> dict[str, Follow]:
+    def extended(self, requests: list[Request], lengths: list[int]) -> dict[str, Any]:
         """Prompts of these lengths are prefilled: exactly they are allocated."""
         grown = [
-            Growth(r.slot, self.start(r), length)
+            Growth(r.slot, self.start(r), length, exact=True)
             for r, length in zip(requests, lengths, strict=True)
         ]
-        return {"kv": partial(self.ledger.follow, grown=grown)}
+        ranges = [(growth.row, growth.start, growth.least) for growth in grown]
+        return {"kv": partial(self.ledger.follow, grown=grown), "ranges": ranges}
 
     def start(self, request: Request) -> int:
         """Where the request's next prefill starts."""

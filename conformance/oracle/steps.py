@@ -33,6 +33,7 @@ from generators.operations import (
     Wild,
 )
 from generators.protocol import Effect, Request
+from generators.protocol.kv import UNFINISHED
 from reference import draft_input
 from reference.draft_input import DraftInput
 from reference.relay import POISON, Relay
@@ -107,6 +108,7 @@ class Oracle:
             assert self.running is not None
             if isinstance(operation, Retract):
                 yield expect("kv-check", fits=effect.fits)
+                yield expect("kv-check", fits=True)  # what stays, without those that went
             kept = set(effect.keep)
             gone = [r.slot for i, r in enumerate(self.running.requests) if i not in kept]
             self.kv.left(gone)
@@ -194,9 +196,8 @@ class Oracle:
         )
         slots = self.tensor(effect.slots)
         draft = yield from self._forward(effect, slots)
-        self.prefill = _Batch(
-            effect.requests, slots, lengths.to(torch.int32), draft, self.facts.direct_carry
-        )
+        known = self._prompts(operation, effect, len(effect.slots))
+        self.prefill = _Batch(effect.requests, slots, known, draft, self.facts.direct_carry)
 
     def _extended(self, effect: Effect, count: int) -> Generator[Observation, None, list[range]]:
         """The first `count` rows are given slots for their prompts; what of each is prefilled."""
@@ -204,8 +205,17 @@ class Oracle:
         requests, lengths = effect.requests[:count], effect.lengths[:count]
         starts = [self.kv.start(request) for request in requests]
         slots = self.tensor(effect.slots[:count])
-        yield expect("extend", **self.kv.extended(requests, lengths), slots=slots)
+        yield expect(
+            "extend", **self.kv.extended(requests, lengths), slots=slots, decodes=[0] * count
+        )
         return [range(start, length) for start, length in zip(starts, lengths, strict=True)]
+
+    def _prompts(self, operation: Admit, effect: Effect, count: int) -> Tensor:
+        """Prompts of the first `count` rows; with a KV pool one that goes on is longer."""
+        more = 0 if self.kv is None else UNFINISHED
+        rows = zip(effect.requests[:count], effect.lengths[:count], strict=True)
+        lengths = [n + more * (r.number == operation.chunk) for r, n in rows]
+        return self.tensor(lengths, torch.int32)
 
     def _ids(self, prompts: list[range], lengths: Tensor) -> Tensor:
         """What is prefilled: with a KV pool a token is its position, without one the length."""
@@ -224,7 +234,7 @@ class Oracle:
         batch = _Batch(
             effect.requests,
             slots,
-            torch.cat([prompts.to(torch.int32), running.prompts]),
+            torch.cat([self._prompts(operation, effect, admitted), running.prompts]),
             draft_input.idle(self.facts.token_dtype, self.facts.device),
             self.facts.direct_carry,
         )

@@ -305,8 +305,14 @@ class Driver(Watch):
             for host, length in zip(batch.reqs, lengths, strict=True):
                 host.kv_committed_len = length
         else:
-            self.call("extend", self.kv.extend, batch, requests, lengths)
-            self.observe("extend", kv=self.kv.view(), slots=batch.req_pool_indices)
+            self.call("extend", self.kv.extend, batch, requests, lengths, operation.chunk)
+            self.observe(
+                "extend",
+                kv=self.kv.view(),
+                slots=batch.req_pool_indices,
+                decodes=[host.decode_batch_idx for host in batch.reqs],
+                kv_slots=batch.out_cache_loc,
+            )
         chunk = [host for host in batch.reqs if host.rid == operation.chunk]
         batch.chunked_req = chunk[0] if chunk else None
         return batch
@@ -527,6 +533,9 @@ class Driver(Watch):
             rows = range(len(self.running.reqs))
             gone = [row for row in rows if row not in effect.keep]
             self.call("release", self.kv.retract, self.running, gone)
+            if isinstance(operation, Retract):
+                fits = self.call("kv-check", self.running.check_decode_mem, list(effect.keep))
+                self.observe("kv-check", fits=bool(fits))
         self._filter_running(operation.op, effect, keep_indices=list(effect.keep))
 
     def _filter_running(self, call: str, effect: Effect, *args: Any, **kwargs: Any) -> None:
@@ -548,11 +557,12 @@ class Driver(Watch):
 
     def _end(self, effect: Effect) -> None:
         """The host learns of ends; filters leave such requests out."""
+        if self.kv is not None:
+            if effect.ended:
+                self.call("release", self.kv.release, effect.ended)
+            return
         for request in effect.ended:
-            if self.kv is None:
-                self._host_request(request).finished_flag = True
-            else:
-                self.call("release", self.kv.release, request)
+            self._host_request(request).finished_flag = True
 
     def _sync(self, operation: Sync, effect: Effect) -> None:
         self._process_result()

@@ -23,6 +23,7 @@ from conformance.sut.host_request import HarnessGap, sampling
 from conformance.sut.surface import BATCH, EAGLE, EAGLE_DRAFT, KV, SIZING, Surface
 from generators.operations import Header
 from generators.protocol import Request
+from generators.protocol.kv import UNFINISHED
 from reference.kv_ledger import View
 
 _ENDED = Settings(is_error=False)
@@ -109,8 +110,14 @@ class KvCache:
             self._hosts[request.number] = found
         return found
 
-    def extend(self, batch: Any, requests: list[Request], lengths: list[int]) -> None:
-        """Give the requests their slots and prompts, and prefill them to `lengths`."""
+    def extend(
+        self, batch: Any, requests: list[Request], lengths: list[int], chunk: int | None
+    ) -> None:
+        """Give the requests their slots and prompts, and prefill them to `lengths`.
+
+        Args:
+            chunk: number of the request whose prompt goes on behind its length.
+        """
         fresh = []
         for request, length in zip(requests, lengths, strict=True):
             host = self.host(request)
@@ -120,9 +127,11 @@ class KvCache:
                 fresh.append(request.slot)
                 self._generations[request.number] = request.generation
                 self._rows[request.slot] = host
-            put_out = min(len(host.output_ids), length - 1)  # before it was retracted
-            host.output_ids = array("q", range(length - put_out, length))
-            host.origin_input_ids = array("q", range(length - put_out))
+            unfinished = request.number == chunk
+            put_out = 0 if unfinished else min(len(host.output_ids), length - 1)
+            prompt = length + UNFINISHED if unfinished else length - put_out
+            host.origin_input_ids = array("q", range(prompt))
+            host.output_ids = array("q", range(prompt, prompt + put_out))
             host.full_untruncated_fill_ids = array("q")
             if request.slot in fresh:
                 host.init_next_round_input(self.tree)
@@ -163,13 +172,17 @@ class KvCache:
         known = len(host.origin_input_ids) + len(host.output_ids)
         host.output_ids.extend(range(known, length + 1))
 
-    def release(self, request: Request) -> None:
-        """The request has ended, maybe before its last tokens: what it holds is given back."""
-        host = self._rows.pop(request.slot)
-        host.finished_reason = _ENDED
-        host.finished_len = max(0, len(host.output_ids) - request.past_stop)
-        insert = "checkpoint" if "checkpoint" in _required(self._release) else "is_insert"
-        self._release(host, self.tree, **{insert: bool(host.output_ids)})
+    def release(self, requests: list[Request]) -> None:
+        """The requests have ended, maybe before their last tokens: what they hold is given back."""
+        # Results are processed in a group of their own: frees are held until all are.
+        self.allocator.free_group_begin()
+        for request in requests:
+            host = self._rows.pop(request.slot)
+            host.finished_reason = _ENDED
+            host.finished_len = max(0, len(host.output_ids) - request.past_stop)
+            insert = "checkpoint" if "checkpoint" in _required(self._release) else "is_insert"
+            self._release(host, self.tree, **{insert: bool(host.output_ids)})
+        self.allocator.free_group_end()
 
     def retract(self, batch: Any, rows: list[int]) -> None:
         """Rows of a batch give back what they hold and come again later."""

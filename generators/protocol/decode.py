@@ -202,6 +202,7 @@ def draw_filter(state: State, choose: Choices, capabilities: Capabilities) -> Op
 
 def _retract(state: State, request: Request) -> None:
     state.retracted.append(request.number)
+    state.whole[request.number] = request.known
     state.release(request)
 
 
@@ -217,6 +218,8 @@ def refuse_retract(state: State, operation: Operation, capabilities: Capabilitie
         return "it keeps requests that do not run"
     if not operation.keep or len(operation.keep) == len(numbers):
         return "it keeps at least one request and retracts at least one"
+    if state.header.kv_tokens and state.leaving:
+        return "requests finish in flight, and what they hold is waited for"
     kept = [r for r in state.running if r.number in operation.keep]
     gone = [r for r in state.running if r.number not in operation.keep]
     return kv.refuse_decode(state, kept, kv.must_end(state), capabilities, kv.held(state, gone))

@@ -13,6 +13,9 @@ from generators.operations import Header
 from generators.protocol.state import Capabilities, Choices, Request, State
 from reference.kv_lengths import pages, reserve
 
+UNFINISHED = 3
+"""Tokens that an unfinished prompt goes on with, as far as is known."""
+
 
 def longest_prompt(header: Header) -> int:
     """Tokens of the longest prompt that the argument checks let in.
@@ -24,17 +27,19 @@ def longest_prompt(header: Header) -> int:
 
 
 def longest_decoding(header: Header) -> int:
-    """The longest length, as the host knows it, at which a request is decoded once more.
+    """The longest length, as the host knows it, at which a request is not about to end.
 
     Prompt and output have at most context - 2 tokens. The last one is not in the KV cache, and of
-    one that runs at least one more is to come.
+    one that runs at least one more is to come. One that comes back after it was retracted is
+    prefilled with all tokens that are known of it, so it may have one more in the cache; the
+    prefill's own token is its last then.
     """
     return header.context - 4
 
 
 def least_tokens(context: int, block: int, page: int) -> int:
-    """Tokens of a KV pool in which one request can always go on."""
-    return pages(reserve(context, 0, block, page), page) * page + page
+    """Tokens of a KV pool in which one request can always come in and go on."""
+    return pages(reserve(context, 0, block, page), page) * page + 2 * page
 
 
 def free_pages(state: State) -> int:
@@ -111,32 +116,40 @@ def refuse_decode(
         return None
     longest = longest_decoding(header)
     for request in requests:
-        if request.committed > longest:
+        if request.committed > longest and not state.in_flight(request):
             return f"r{request.number} has its longest length and ends first"
         if request.number in must_end(state) and request.number not in redundant:
             return f"the result of r{request.number} in flight is its last: it has no room left"
         skips = capabilities.skips_finishing and header.overlap
-        if skips and request.committed == longest and state.in_flight(request):
+        if skips and request.committed >= longest and state.in_flight(request):
             return f"r{request.number} finishes in flight by its length and is left out"
     if _growth(state, requests) > free_pages(state) + freed:
         return "the KV pool has too few pages left for a decode: it retracts first"
     return None
 
 
-def refuse_prompt(state: State, number: int, length: int) -> str | None:
-    """Why a request cannot have a prompt of `length` tokens."""
-    if length > longest_prompt(state.header):
+def refuse_prompt(state: State, number: int, length: int, *, last: bool) -> str | None:
+    """Why a request cannot be prefilled to `length` tokens, as the `last` of it or not."""
+    whole = state.whole.get(number)
+    if whole is not None:
+        if last and length != whole:
+            return f"r{number} comes back with the {whole} tokens that are known of it"
+        longest = whole
+    else:
+        longest = longest_prompt(state.header)
+    if length > longest:
         return f"the prompt of r{number} is longer than the context allows"
+    if length == longest and not last:
+        return f"the prompt of r{number} cannot go on"
     return None
 
 
 def refuse_rows(state: State, rows: Sequence[tuple[int, int, int]], taken: int = 0) -> str | None:
     """Why the pool cannot hold the prompts of `rows`, next to `taken` pages more."""
-    return (
-        "the KV pool has too few pages left for the prompts"
-        if taken + _prompt_pages(state, rows) > free_pages(state)
-        else None
-    )
+    # The scheduler admits what leaves more than a page.
+    if taken + _prompt_pages(state, rows) >= free_pages(state):
+        return "the KV pool has too few pages left for the prompts"
+    return None
 
 
 def decode_pages(state: State) -> int:

@@ -26,8 +26,8 @@ Rows = Sequence[tuple[int, int, int]]
 # -- requests that come in -------------------------------------------------------------------
 
 
-def _refuse_rows(state: State, rows: Rows) -> str | None:
-    """Why `rows` cannot come in, apart from the chunk."""
+def _refuse_rows(state: State, rows: Rows, chunk: int | None = None) -> str | None:
+    """Why `rows` cannot come in, of which that of request `chunk` goes on later."""
     if state.prefill is not None:
         return "the last prefill batch has not been merged yet"
     if not rows:
@@ -57,7 +57,8 @@ def _refuse_rows(state: State, rows: Rows) -> str | None:
             return f"slot {slot} is not free"
         elif not pool and (not length % STRIDE or length // STRIDE in state.ranges):
             return f"length {length} of r{number} is in another request's range"
-        refused = kv.refuse_prompt(state, number, length) if pool else None
+        last = chunk != number
+        refused = kv.refuse_prompt(state, number, length, last=last) if pool else None
         if refused is not None:
             return refused
     return None
@@ -83,6 +84,7 @@ def _come_in(state: State, rows: Rows) -> list[Request]:
             state.used.add(slot)
             state.live[number] = request
         request.length = request.committed = length
+        request.known = max(request.known, length)
         request.allocated = max(request.allocated, length)
         batch.append(request)
     return batch
@@ -126,7 +128,8 @@ def _draw_rows(state: State, choose: Choices) -> list[tuple[int, int, int]] | No
             number = retracted.pop(choose.below(len(retracted)))
         else:
             number, fresh = fresh, fresh + 1
-        rows.append((number, slot, _draw_length(state, rows, choose)))
+        whole = state.whole.get(number) if state.header.kv_tokens else None
+        rows.append((number, slot, whole or _draw_length(state, rows, choose)))
     if state.header.kv_tokens:
         while rows and kv.refuse_rows(state, rows) is not None:
             rows.pop()
@@ -138,7 +141,8 @@ def _draw_rows(state: State, choose: Choices) -> list[tuple[int, int, int]] | No
 def _draw_continued(state: State, choose: Choices, chunked: Request) -> int | None:
     """How long the unfinished prompt is after its next prefill."""
     if state.header.kv_tokens:
-        return kv.draw_prompt(state, choose, chunked.length + 1)
+        whole = state.whole.get(chunked.number)
+        return whole or kv.draw_prompt(state, choose, chunked.length + 1)
     room = chunked.limit - 1 - chunked.length
     return chunked.length + 1 + choose.below(min(room, 64)) if room >= 1 else None
 
@@ -172,7 +176,7 @@ def refuse_admit(state: State, operation: Operation, capabilities: Capabilities)
         return "a decode server does not prefill"
     if capabilities.filters_first and state.unfiltered:
         return "requests that have ended have not been filtered out"
-    refusal = _refuse_rows(state, operation.rows)
+    refusal = _refuse_rows(state, operation.rows, operation.chunk)
     if refusal is not None:
         return refusal
     numbers = [number for number, _, _ in operation.rows]
@@ -181,9 +185,6 @@ def refuse_admit(state: State, operation: Operation, capabilities: Capabilities)
     if state.chunked is not None and state.chunked.number not in numbers:
         return f"r{state.chunked.number} has an unfinished prompt, which is scheduled first"
     if state.header.kv_tokens:
-        unfinished = [length for number, _, length in operation.rows if number == operation.chunk]
-        if unfinished and unfinished[0] == kv.longest_prompt(state.header):
-            return f"the prompt of r{operation.chunk} cannot go on"
         # A mixed batch's tails are prepared for a decode before.
         taken = kv.decode_pages(state) if isinstance(operation, Mixed) else 0
         return kv.refuse_rows(state, operation.rows, taken)

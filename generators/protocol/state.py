@@ -51,6 +51,7 @@ class Request:
         steps: its forwards so far.
         committed: its length as the host knows it.
         learned: tokens of its last result that the host processed.
+        known: its tokens that the host knows, prompt and output.
         allocated: positions of its row that have a KV slot, where there is a KV pool.
         finished: whether the host knows that it has ended; its slot is free then.
     """
@@ -64,6 +65,7 @@ class Request:
     steps: int = 0
     committed: int = 0
     learned: int = 1
+    known: int = 0
     allocated: int = 0
     finished: bool = False
 
@@ -156,6 +158,7 @@ class State:
         free: free slots, smallest first.
         live: requests that hold a slot, by number.
         retracted: numbers of requests that lost their slot and will be admitted again.
+        whole: by number, the tokens that such a request is prefilled with when it is.
         leaving: requests that left the batch while their last token is in flight.
         ranges: ranges of lengths that were given to somebody, in multiples of ``STRIDE``.
         lowest: the lowest of the ranges that nobody was given.
@@ -178,6 +181,7 @@ class State:
         self.retracting = False
         self.live: dict[int, Request] = {}
         self.retracted: list[int] = []
+        self.whole: dict[int, int] = {}
         self.leaving: list[Request] = []
         self.decoded = False
         self.operations = 0
@@ -235,6 +239,7 @@ class State:
         for request, length in zip(launch.requests, launch.lengths, strict=True):
             if request is not launch.chunk:
                 effect.learned.append((request, length))
+                request.known = max(request.known, length + 1)
             request.learned = max(1, length - request.committed)
             request.committed = max(request.committed, length)  # a chunk may be behind
             if any(request is other for other in self.leaving):
