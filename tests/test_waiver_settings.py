@@ -11,6 +11,7 @@ import pytest
 from conformance import waivers
 from conformance.difference import Cover, Difference, holds
 from conformance.errors import UserError
+from conformance.report import files
 from conformance.runner import TreeReport, settle
 from conformance.sut.source import Tree
 from generators.operations import Admit, Adopt, Header, Step, Trace
@@ -180,3 +181,9 @@ def test_only_deviations_of_one_name_merge() -> None:
         *((None, 1, 3), ("two", 2, 3), (None, 4, 3), (None, 8, 3), ("two", 16, 3)),
     ]
     assert [count for _, count, _ in settled({}, *found)] == [3, 4, 8, 16]
+
+
+def test_what_is_waived_and_what_is_not_have_files_of_their_own() -> None:
+    waived = {"tree": "0.5.23", "clause": "K2", "anomaly": "overrun", "mode": "legal"}
+    names = {files.stem({**waived, "waiver": waiver}) for waiver in (None, "one", "other")}
+    assert names == {"0.5.23-K2-overrun", "0.5.23-K2-overrun-one", "0.5.23-K2-overrun-other"}

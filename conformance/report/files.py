@@ -92,6 +92,8 @@ def stem(deviation: dict[str, Any]) -> str:
     """File name of a failure, without its ending."""
     tree = "".join(c if c.isalnum() or c in ".-" else "-" for c in deviation["tree"]).strip("-.")
     name = f"{tree}-{deviation['clause']}-{deviation['anomaly']}"
+    if deviation["waiver"] is not None:
+        return f"{name}-{deviation['waiver']}"
     return name if deviation["mode"] == "legal" else f"{name}-wild"
 
 

@@ -114,7 +114,7 @@ def show(console: Console, report: dict[str, Any], files: dict[str, Any]) -> Non
     shown: set[tuple[str, ...]] = set()
     for deviation in report["deviations"]:
         # In a matrix the same deviation on ten trees is told once.
-        key = tuple(deviation[k] for k in ("clause", "anomaly", "mode"))
+        key = tuple(deviation[k] for k in _NAME)
         if key in shown:
             continue
         shown.add(key)
@@ -154,7 +154,11 @@ def show(console: Console, report: dict[str, Any], files: dict[str, Any]) -> Non
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[key] == other[key] for key in ("clause", "anomaly", "mode"))
+    return all(one[key] == other[key] for key in _NAME)
+
+
+_NAME = ("clause", "anomaly", "mode", "waiver")
+"""What makes two deviations one, for people."""
 
 
 def _mark(clause: dict[str, Any], deviations: list[dict[str, Any]]) -> str:
