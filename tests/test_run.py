@@ -328,6 +328,20 @@ def test_a_report_folder_is_looked_at_before_any_work(tmp_path: Path) -> None:
     files.open_folder(tmp_path / "good")
 
 
+def test_a_tree_whose_kv_pools_cannot_be_driven_is_told_in_one_line(
+    newest: Tree, pool: Pool, tmp_path: Path
+) -> None:
+    moved = copy_surface(newest, tmp_path / "moved")
+    (moved.root / "sglang/srt/mem_cache/allocator/token.py").unlink()
+    report = report_of(moved, pool, profile=Profile("small", 300, 0, 0, kv=300))
+    assert "kv_pool" not in report.features()
+    (note,) = [n for n in report.surface["notes"] if "KV" in n]
+    assert note.startswith("the KV clauses are not checked: ")
+    assert "TokenToKVPoolAllocator" in note
+    assert report.clause_counts(wild=False)["K5"] is None
+    assert report.verdict == "conforms"
+
+
 def test_what_is_not_covered_depends_on_the_device() -> None:
     def lines(device: str, *, kernels: bool, kv: bool = True) -> str:
         return "\n".join(document.not_covered(device, kernels=kernels, kv=kv))

@@ -472,7 +472,8 @@ class Driver(Watch):
             self.written(batch, before),
             **self.census(len(batch.reqs), draft=draft),
             **aspects,
-            **self.request_numbers(batch),
+            # The tree's own requests have numbers that are nobody's business here.
+            **({} if self.kv is not None else self.request_numbers(batch)),
         )
 
     def _step(self, operation: Step, effect: Effect) -> None:

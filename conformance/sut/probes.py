@@ -8,7 +8,7 @@ from conformance.sut.driver import Driver
 from conformance.sut.host_request import HarnessGap
 from conformance.sut.isolation import StandInUsed
 from conformance.sut.surface import Surface
-from generators.operations import Admit, Adopt, Header, Seed
+from generators.operations import Admit, Adopt, Filter, Finish, Header, Seed, Step, Sync
 from generators.protocol import State, apply
 
 
@@ -43,6 +43,26 @@ def seeds(surface: Surface) -> tuple[bool, str | None]:
     except Exception:
         return True, None  # the first trace will report what it raises
     return True, None
+
+
+def kv_pool(surface: Surface) -> str | None:
+    """Why the tree's own KV pools cannot be driven, or None.
+
+    What the tree does with them is for the traces; here a request lives once, at two page sizes.
+    """
+    life = (Admit(((0, 1, 5),)), Adopt(), Step((1,)), Sync(), Finish(0), Filter())
+    for page in (1, 16):
+        header = Header(pool=2, block=2, page=page, kv_tokens=96, context=24)
+        try:
+            driver, state = Driver(surface, header, lambda observed: None), State(header)
+            for operation in life:
+                driver.perform(operation, apply(state, operation))
+        except (StandInUsed, HarnessGap) as error:
+            return f"the KV clauses are not checked: {error}"
+        except Exception as error:  # a pool or request that is made in a way not seen before
+            text = " ".join(str(error).split())[:200]
+            return f"the KV clauses are not checked: {type(error).__name__}: {text}"
+    return None
 
 
 def consumes_publish_once(surface: Surface) -> bool:

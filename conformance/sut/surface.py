@@ -375,7 +375,6 @@ def _probe(surface: Surface, declared: Sequence[Field]) -> None:
         "poison_lengths": surface.poison_lengths,
         "poison_tokens": surface.poison_tokens,
         "channels": bool(surface.token_channel and surface.length_channel),
-        "kv_pool": _has_kv_pool(surface),
     }
     surface.features = frozenset(name for name, present in features.items() if present)
 
@@ -405,15 +404,6 @@ def _reserves_two_blocks(surface: Surface) -> bool:
                 block = int(surface.settings.speculative_num_draft_tokens)
                 return bool(found() == 2 * block)
     return False
-
-
-def _has_kv_pool(surface: Surface) -> bool:
-    """Whether the tree's own KV pools are where they were found before."""
-    wanted = (KV + "memory_pool", KV + "allocator", KV + "common", KV + "cache_init_params")
-    missing = [module for module in wanted if surface.loader.source_of(module) is None]
-    if missing:
-        surface.notes.append(f"the KV clauses are not checked: the tree has no {missing[0]}")
-    return not missing
 
 
 def _mixes(surface: Surface) -> bool:

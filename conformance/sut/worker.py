@@ -184,6 +184,8 @@ class _Worker:
         from generators.operations import Trace
         from generators.protocol import Capabilities
 
+        if kv_pool and not self._has_kv_pool():
+            given, waivers = [], None
         states, witnessed = {}, {}
         covers: list[Cover] = []
         for waiver in waivers or ():
@@ -254,6 +256,17 @@ class _Worker:
             },
             "surface": self.surface.as_json(),
         }
+
+    def _has_kv_pool(self) -> bool:
+        """Whether the tree's KV pools can be driven; where they cannot a note says why."""
+        from conformance.sut import probes
+
+        reason = probes.kv_pool(self.surface)
+        if reason is None:
+            self.surface.features |= {"kv_pool"}
+        else:
+            self.surface.notes.append(reason)
+        return reason is None
 
     def _kernels(
         self, names: Sequence[str], waivers: Sequence[dict[str, Any]] = ()
