@@ -173,8 +173,11 @@ def check(
             raise Enough
         generated += len(trace.operations)
         if recording:
-            # Wild uses work on copies: one that differs leaves the tree as it was.
-            whole = replay.difference is None or trace.operations[replay.operation].wild
+            # Wild uses work on copies: one that differs leaves the tree as it was. What a waiver
+            # covers may end a trace too, where nobody can say any more whose slots are whose.
+            ended = replay.operations < len(trace.operations)
+            wild_use = replay.difference is not None and trace.operations[replay.operation].wild
+            whole = wild_use or not (ended or replay.difference is not None)
             result.recorded.append((trace, record(surface, trace), whole))
         if progress is not None:
             progress(result.operations, len(found))
