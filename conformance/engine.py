@@ -160,7 +160,8 @@ def check(
         seen += [(index, difference, None) for index, difference in replay.differences]
         for index, difference, cover in seen:
             key = key_of(surface, trace, index, difference)
-            named = (key, cover.name if cover is not None else None)
+            waiver = cover.name if cover is not None else None
+            named = (key, waiver)
             if named in found:
                 found[named].count += 1
             elif not shrinking or _lost(surface, difference) or (cover and cover.shown):
@@ -168,7 +169,7 @@ def check(
                 found[named] = _cut(key, trace, index, difference)
             else:
                 found[named] = minimize(surface, trace, index, difference, capabilities, waived)
-            found[named].waiver = named[1]
+            found[named].waiver = waiver
         if any(_lost(surface, difference) for _, difference in replay.differences):
             raise Enough
         generated += len(trace.operations)

@@ -38,12 +38,11 @@ from reference.clauses import CLAUSES
 SHARD = 10_000
 """Operations of one job; a constant, so that results do not depend on the number of cores."""
 
+KV_SHARD = 600
+"""The same where there is a KV pool, whose kernels an interpreter runs on a CPU."""
 
 RECORDED = 4
 """A gate records and compares one shard in this many; all are judged on both trees."""
-
-KV_SHARD = 600
-"""The same where there is a KV pool, whose kernels an interpreter runs on a CPU."""
 
 KV_MODE = "KV pool"
 """What the jobs with a KV pool are called."""

@@ -251,7 +251,7 @@ class Law(Operation):
         return " ".join(parts)
 
 
-LAWS = (
+DRAFT_LAWS = (
     "filter",
     "permute",
     "compose",
@@ -264,13 +264,13 @@ LAWS = (
     "lookup",
     "consume-twice",
     "resolve-nothing",
-    "bookkeeping",
-    "penalties",
 )
-
+"""Laws of the draft input and of the relay, on copies; without a KV pool."""
 
 KV_LAWS = ("bookkeeping", "penalties")
 """Laws of what a decode is prepared with, for which there must be a KV pool."""
+
+LAWS = DRAFT_LAWS + KV_LAWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,10 @@ class Settings:
 class SamplingInfo:
     """Sampling parameters of a batch: the double only knows whose row is whose."""
 
+    penalizer_orchestrator: Any = Settings(is_required=False)
+
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
-        self.penalizer_orchestrator: Any = _NO_PENALTIES
 
     @classmethod
     def from_schedule_batch(cls, batch: Any, *_: Any) -> SamplingInfo:
@@ -52,9 +53,6 @@ class SamplingInfo:
 
     def copy_for_forward(self) -> SamplingInfo:
         return SamplingInfo(self.rows)
-
-
-_NO_PENALTIES = Settings(is_required=False)
 
 
 class _MemorySaver:

@@ -20,7 +20,7 @@ import torch
 
 from conformance.sut.doubles import Settings
 from conformance.sut.host_request import HarnessGap, sampling
-from conformance.sut.surface import BATCH, EAGLE, EAGLE_DRAFT, KV, SIZING, Surface
+from conformance.sut.surface import BATCH, EAGLE, EAGLE_DRAFT, KV, Surface, sizing
 from generators.operations import Header
 from generators.protocol import Request
 from generators.protocol.kv import UNFINISHED
@@ -78,12 +78,10 @@ class KvCache:
 
     def _headroom(self) -> int:
         """Positions of a row beyond the context, as the tree gives them."""
-        for module in (SIZING, KV + "common"):
-            if self.surface.loader.source_of(module) is not None:
-                found = getattr(importlib.import_module(module), _HEADROOM, None)
-                if found is not None:
-                    return int(found(*[self.surface.settings] * len(_required(found))))
-        raise HarnessGap(f"the tree has no {_HEADROOM}")
+        found = sizing(self.surface, _HEADROOM)
+        if found is None:
+            raise HarnessGap(f"the tree has no {_HEADROOM}")
+        return int(found(*[self.surface.settings] * len(_required(found))))
 
     def _prefix_cache(self) -> Any:
         """What the tree caches prefixes with when it is told not to share them."""

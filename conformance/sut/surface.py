@@ -397,13 +397,16 @@ def _drive(surface: Surface) -> None:
 
 def _reserves_two_blocks(surface: Surface) -> bool:
     """Whether the tree's memory check counts on two blocks ahead for a decode."""
-    for module in (SIZING, KV + "common"):
-        if surface.loader.source_of(module) is not None:
-            found = getattr(importlib.import_module(module), "get_alloc_reserve_per_decode", None)
-            if found is not None:
-                block = int(surface.settings.speculative_num_draft_tokens)
-                return bool(found() == 2 * block)
-    return False
+    found = sizing(surface, "get_alloc_reserve_per_decode")
+    block = int(surface.settings.speculative_num_draft_tokens)
+    return found is not None and bool(found() == 2 * block)
+
+
+def sizing(surface: Surface, name: str) -> Any:
+    """A function by which the tree sizes what it allocates, wherever it has it, or None."""
+    modules = (m for m in (SIZING, KV + "common") if surface.loader.source_of(m) is not None)
+    found = (getattr(importlib.import_module(module), name, None) for module in modules)
+    return next(filter(None, found), None)
 
 
 def _mixes(surface: Surface) -> bool:

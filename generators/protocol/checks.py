@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from generators.operations import KV_LAWS, LAWS, WILD_USES, Law, Operation, Wild
+from generators.operations import DRAFT_LAWS, KV_LAWS, LAWS, WILD_USES, Law, Operation, Wild
 from generators.protocol import kv
 from generators.protocol.state import Capabilities, Choices, Effect, State, lengths_of
 
@@ -60,8 +60,7 @@ def draw_law(state: State, choose: Choices, capabilities: Capabilities) -> Opera
     if state.header.kv_tokens:
         drawn = Law(KV_LAWS[choose.below(len(KV_LAWS))])
         return None if refuse_law(state, drawn, capabilities) else drawn
-    laws = [name for name in LAWS if name not in KV_LAWS]
-    law = laws[choose.below(len(laws))]
+    law = DRAFT_LAWS[choose.below(len(DRAFT_LAWS))]
     if law == "consume-twice" and not (
         state.header.debug and state.header.overlap and capabilities.survives_assertion
     ):

@@ -114,11 +114,11 @@ def refuse_decode(
     header = state.header
     if not header.kv_tokens:
         return None
-    longest = longest_decoding(header)
+    longest, full = longest_decoding(header), must_end(state)
     for request in requests:
         if request.committed > longest and not state.in_flight(request):
             return f"r{request.number} has its longest length and ends first"
-        if request.number in must_end(state) and request.number not in redundant:
+        if request.number in full and request.number not in redundant:
             return f"the result of r{request.number} in flight is its last: it has no room left"
         skips = capabilities.skips_finishing and header.overlap
         if skips and request.committed >= longest and state.in_flight(request):
