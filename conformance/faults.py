@@ -997,7 +997,7 @@ FAULTS: tuple[Fault, ...] = (
             ),
         ),
         ("P3", "lost-update"),
-        also=(("P1", "lost-update"), ("P1", "wrong-owner")),
+        also=(("P1", "lost-update"), ("P1", "wrong-owner"), ("R8", "wrong-owner")),
     ),
     # Requests that were prefilled elsewhere.
     Fault(
