@@ -351,20 +351,23 @@ def _replay(
     from conformance.sut.worker import Config
     from conformance.waivers import case_in
     from generators.operations import Trace, TraceError
+    from generators.schedules import Schedule, schedule_in
 
     console = _console()
-    trace: Trace | None = None
+    trace: Trace | Schedule | None = None
     try:
         text = path.read_text(encoding="utf-8")
         case = case_in(text)
         if case is None:
-            trace = Trace.loads(text)
+            trace = schedule_in(text) or Trace.loads(text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give a trace file to replay") from None
     except (TraceError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
     if trace is None and emit is not None:
         raise UserError(f"--emit-test: {path} holds a kernel case; only traces become tests")
+    if emit is not None and isinstance(trace, Schedule):
+        raise UserError(f"--emit-test: {path} holds a schedule; only traces become tests")
     if emit is not None and trace is not None and trace.header.kv_tokens:
         raise UserError(f"--emit-test: {path} has a KV pool; only traces without become tests")
     (tree,), options = _trees([sglang or NEWEST], **tree_options)
@@ -373,8 +376,10 @@ def _replay(
     if trace is None:
         request |= {"do": "replay-case", "case": case}
     else:
-        config.debug, config.compiled = trace.header.debug, trace.header.compiled
-        wild = wild or any(operation.wild for operation in trace.operations)
+        config.debug = trace.header.debug
+        if isinstance(trace, Trace):
+            config.compiled = trace.header.compiled
+            wild = wild or any(operation.wild for operation in trace.operations)
         request |= {"do": "replay", "trace": trace.as_json(), "wild": wild}
     job = Job(tree.label, config, request)
     with _pool(options, size=1) as pool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from generators.operations import Header
+from generators.schedules import Server
 
 
 @dataclass
@@ -63,11 +64,14 @@ class Cover:
     where: Mapping[str, str] = field(default_factory=dict)
     shown: bool = True
 
-    def covers(self, difference: Difference, header: Header) -> bool:
-        """Whether it covers a difference that shows on a trace with this header."""
+    def covers(self, difference: Difference, header: Header | Server) -> bool:
+        """Whether it covers a difference that shows on a trace, or schedule, with this header."""
         if (difference.clause, difference.anomaly) != (self.clause, self.anomaly):
             return False
-        return all(holds(text, getattr(header, name)) for name, text in self.where.items())
+        return all(
+            hasattr(header, name) and holds(text, getattr(header, name))
+            for name, text in self.where.items()
+        )
 
 
 def holds(text: str, value: Any) -> bool:

@@ -352,7 +352,7 @@ def _replayed(side: _Side, deviations: Sequence[dict[str, Any]], pool: Pool) -> 
     jobs = []
     for deviation in deviations:
         header = deviation["trace"]["header"]
-        config = replace(side.config, debug=header["debug"], compiled=header["compiled"])
+        config = replace(side.config, debug=header["debug"], compiled=header.get("compiled", False))
         request = {
             "do": "replay",
             "trace": deviation["trace"],

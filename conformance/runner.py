@@ -33,6 +33,7 @@ from generators.operations import (
     Trace,
 )
 from generators.protocol import KV_SITUATIONS, SITUATIONS
+from generators.schedules import SITUATIONS as LOOP_SITUATIONS
 from reference.clauses import CLAUSES
 
 SHARD = 10_000
@@ -46,6 +47,18 @@ RECORDED = 4
 
 KV_MODE = "KV pool"
 """What the jobs with a KV pool are called."""
+
+LOOP_SHARD = 250
+"""Decode steps of one job that runs the tree's event loop."""
+
+LOOP_MODE = "loop"
+"""What those jobs are called."""
+
+LOOP_GATED = 3
+"""A gate serves one part in this many: on two trees."""
+
+LOOP_DEBUG = 6
+"""One of so many of those jobs has debug assertions on."""
 
 SHARES = 4
 """Jobs of the largest of the small scopes."""
@@ -67,6 +80,7 @@ class Profile:
         both: whether small scopes are played with debug assertions off too.
         kernels: whether the Triton kernels are checked too.
         kv: on real KV pools, with debug assertions off.
+        loop: decode steps of the tree's own event loop.
     """
 
     name: str
@@ -78,18 +92,26 @@ class Profile:
     both: bool = False
     kernels: bool = False
     kv: int = 0
+    loop: int = 0
 
 
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("quick", 30_000, 20_000, 150, 4, (2, 3, 2), kernels=True, kv=1_200),
-        Profile("pr", 180_000, 60_000, 1_000, 5, (3, 4, 2), both=True, kernels=True, kv=8_000),
+        Profile("quick", 30_000, 20_000, 150, 4, (2, 3, 2), kernels=True, kv=1_200, loop=1_500),
+        Profile(
+            *("pr", 180_000, 60_000, 1_000, 5, (3, 4, 2)),
+            both=True,
+            kernels=True,
+            kv=8_000,
+            loop=10_000,
+        ),
         Profile(
             *("nightly", 8_000_000, 2_000_000, 20_000, 5, (4, 5, 2)),
             both=True,
             kernels=True,
             kv=200_000,
+            loop=200_000,
         ),
     )
 }
@@ -115,6 +137,7 @@ class TreeReport:
     exhausted: list[dict[str, Any]] = field(default_factory=list)
     unexecuted: dict[str, dict[str, list[int]]] | None = None
     programs: int = 0
+    steps: int = 0
     kernels: dict[str, dict[str, str]] = field(default_factory=dict)
     refusal: str | None = None
     status: int = 0
@@ -137,6 +160,7 @@ class TreeReport:
         self.calls += other.calls
         self.traces += other.traces
         self.programs += other.programs
+        self.steps += other.steps
         self.reached.update(other.reached)
         self.waivers.update(other.waivers)
         self.modes.update(other.modes)
@@ -217,6 +241,9 @@ def supported(features: set[str], *, wild: bool, device: str = "cpu") -> list[st
         uses = [n for n, use in WILD_USES.items() if device == "cpu" or use.asserts != "always"]
         operations += [f"wild-{use}" for use in uses]
     situations = [*SITUATIONS, *(KV_SITUATIONS if "kv_pool" in features else ())]
+    if "loop" in features:
+        situations += LOOP_SITUATIONS
+        situations += [f"loop {name}" for name in ("mixed", "idle") if name in features]
     if "idle" in features or wild:
         operations.append("idle")
     else:
@@ -251,8 +278,9 @@ def plan(
         ("debug compiled", replace(config, debug=True, compiled=True), profile.compiled),
     )
     waivers = [waiver for waiver in waivers if waiver.case is None]
-    pooled = [w for w in waivers if w.trace["header"].get("kv_tokens")]
-    waivers = [waiver for waiver in waivers if waiver not in pooled]
+    served = [w for w in waivers if "requests" in w.trace]
+    pooled = [w for w in waivers if w.trace["header"].get("kv_tokens") and w not in served]
+    waivers = [waiver for waiver in waivers if waiver not in pooled and waiver not in served]
     # On a GPU a failed assertion ends the process, so what provokes one is played alone.
     alone = [w for w in waivers if config.device != "cpu" and _provokes(w.trace)]
     jobs = []
@@ -292,6 +320,16 @@ def plan(
         }
         configured = replace(config, debug=False)
         jobs.append(Job(f"{label}, {KV_MODE}", configured, request, weight=KV_SHARD))
+    looped_budget = profile.loop if common is None else profile.loop // LOOP_GATED
+    for shard, start in enumerate(range(0, looped_budget, LOOP_SHARD)):
+        request = {
+            "do": "loop",
+            "steps": min(LOOP_SHARD, looped_budget - start),
+            "seed": (seed * 3 + len(modes) + 1) * 1_000_003 + shard,
+            "waivers": [waiver.request() for waiver in served],
+        }
+        configured = replace(config, debug=shard % LOOP_DEBUG == LOOP_DEBUG - 1)
+        jobs.append(Job(f"{label}, {LOOP_MODE}", configured, request, weight=LOOP_SHARD))
     # Two trees are given random traces, to be compared; the larger profiles also all of a scope.
     for part, debug in _parts(profile) if common is None or profile.both else ():
         request = {
@@ -433,13 +471,15 @@ def add(report: TreeReport, answer: Answer, *, single: bool) -> None:
     report.calls += result["calls"]
     report.traces += result["traces"]
     report.programs += result.get("programs", 0)
+    report.steps += result.get("steps", 0)
     report.reached.update(result["reached"])
     if result["unexecuted"] is not None:
         report.unexecuted = lines.common(report.unexecuted, result["unexecuted"])
     if result.get("exhausted"):
         report.exhausted.append({**result["exhausted"], "debug": answer.job.config.debug})
     mode = answer.job.label.rpartition(", ")[2]
-    report.modes[mode] = report.modes.get(mode, 0) + result["operations"]
+    done = result.get("steps", result["operations"])
+    report.modes[mode] = report.modes.get(mode, 0) + done
     for name, state in result["waivers"].items():
         if state != "elsewhere":
             report.waivers[name] = state
@@ -500,9 +540,14 @@ def _merge(found: list[dict[str, Any]], deviation: dict[str, Any]) -> None:
 
 
 def _size(deviation: dict[str, Any]) -> int:
-    """How much a deviation asks of who reads it: operations of its trace, or cells of its case."""
-    if deviation["trace"] is not None:
-        return len(deviation["trace"]["operations"])
+    """How much a deviation asks of who reads it: operations of its trace, tokens of its schedule's
+    requests, or cells of its case.
+    """
+    trace = deviation["trace"]
+    if trace is not None and "requests" in trace:
+        return sum(100 + request["prompt"] + request["limit"] for request in trace["requests"])
+    if trace is not None:
+        return len(trace["operations"])
     return int(deviation["case"]["batch"] * deviation["case"]["block"])
 
 
@@ -514,21 +559,30 @@ def crash_deviation(answer: Answer) -> dict[str, Any]:
         raise SuiteFault(f"{answer.job.label}: a worker died at start ({crash.how})")
     if "case" in crash.trace:
         return _kernel_crash(crash.trace["case"], crash.how)
+    if "requests" in crash.trace:
+        return _crashed(crash.trace, "L1", "legal", "loop-output", crash.how)
     trace = {**crash.trace, "operations": crash.trace["operations"][: crash.operation + 1]}
-    wild = ALPHABET[trace["operations"][-1]["op"]].wild
+    last = trace["operations"][-1]["op"]
+    return _crashed(trace, "R1", "wild" if ALPHABET[last].wild else "legal", last, crash.how)
+
+
+def _crashed(
+    trace: dict[str, Any] | None, clause: str, mode: str, call: str, how: str
+) -> dict[str, Any]:
+    """The deviation of a process that died in a call."""
     return {
-        "clause": "R1",
+        "clause": clause,
         "anomaly": "crash",
-        "mode": "wild" if wild else "legal",
+        "mode": mode,
         "waiver": None,
         "count": 1,
         "difference": {
-            "clause": "R1",
+            "clause": clause,
             "anomaly": "crash",
-            "call": trace["operations"][-1]["op"],
+            "call": call,
             "aspect": "process",
             "expected": "the process lives",
-            "observed": crash.how,
+            "observed": how,
             "rows": [],
         },
         "trace": trace,
@@ -538,22 +592,10 @@ def crash_deviation(answer: Answer) -> dict[str, Any]:
 def _kernel_crash(case: dict[str, Any], how: str) -> dict[str, Any]:
     """A worker that a kernel killed: it wrote or read where it must not."""
     misuse = MISUSES.get(case["misuse"])
+    mode = "wild" if misuse is not None and misuse.refuses else "legal"
+    call = misuse.call_name if misuse is not None else f"kernel-{case['kernel']}"
     return {
-        "clause": "B7",
-        "anomaly": "crash",
-        "mode": "wild" if misuse is not None and misuse.refuses else "legal",
-        "waiver": None,
-        "count": 1,
-        "difference": {
-            "clause": "B7",
-            "anomaly": "crash",
-            "call": misuse.call_name if misuse is not None else f"kernel-{case['kernel']}",
-            "aspect": "process",
-            "expected": "the process lives",
-            "observed": how,
-            "rows": [],
-        },
-        "trace": None,
+        **_crashed(None, "B7", mode, call, how),
         "case": case,
         "line": ", ".join(f"{key} {value}" for key, value in case.items() if value != ""),
         "arguments": {},

@@ -18,6 +18,7 @@ from typing import Any
 from conformance.errors import UserError
 from conformance.tables import read_tables
 from generators.operations import Header, Trace, TraceError
+from generators.schedules import Server, schedule_in
 from reference.clauses import CLAUSES
 
 PACKAGED = Path(__file__).with_name("waivers.toml")
@@ -34,7 +35,7 @@ class Waiver:
     Attributes:
         name: short and stable.
         clause, anomaly: exactly what the witness must reproduce.
-        trace: the witness, as JSON; empty if it is a kernel case.
+        trace: the witness, a trace or a schedule, as JSON; empty if it is a kernel case.
         link: where upstream was told, or what public report shows it.
         reason: why it is accepted for now.
         effect: what users of an affected tree would see.
@@ -88,14 +89,17 @@ def _read(table: dict[str, Any], path: Path) -> Waiver:
         text = witness.read_text(encoding="utf-8")
         case = case_in(text)
         if case is None:
-            trace = Trace.loads(text).as_json()
+            trace = (schedule_in(text) or Trace.loads(text)).as_json()
     except OSError as error:
         raise UserError(f"{where}: witness {witness}: {error.strerror}") from None
     except TraceError as error:
         raise UserError(f"{where}: witness {witness}: {error}") from None
     values = {key: table[key] for key in _TEXT if key != "witness"}
     settings = table.get("where", {})
-    kinds = {f.name: _SETTINGS.get(str(f.type)) for f in dataclasses.fields(Header)}
+    kinds = {
+        f.name: _SETTINGS.get(str(f.type))
+        for f in (*dataclasses.fields(Server), *dataclasses.fields(Header))
+    }
     for name, text in settings.items() if isinstance(settings, dict) else [("where", None)]:
         pattern = kinds.get(name)
         if pattern is None or not isinstance(text, str) or not pattern.fullmatch(text):

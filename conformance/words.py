@@ -20,6 +20,7 @@ FEATURES = {
     "poison_lengths": "debug: resolving lengths consumes them",
     "poison_tokens": "debug: resolving tokens consumes them",
     "kv_pool": "its KV pools and allocators load on their own",
+    "loop": "its whole event loop runs on its own",
     "channels": "the relay's token and length buffers were recognised",
 }
 """Optional capabilities of a tree, as clauses and reports name them."""

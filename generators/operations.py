@@ -465,7 +465,7 @@ class Trace:
                 f"trace schema {data.get('schema')!r} is not the supported {SCHEMA}; "
                 "use the version of dflash-conformance that wrote it"
             )
-        header = _read(Header, data["header"], "header")
+        header = read_record(Header, data["header"], "header")
         if header.algorithm != "DFLASH":
             raise TraceError(
                 f"header: algorithm {header.algorithm!r} is not supported, only DFLASH"
@@ -483,7 +483,7 @@ class Trace:
                 given = entry.get("op") if isinstance(entry, dict) else entry
                 raise TraceError(f"operation {number}: {given!r} is not in the alphabet")
             values = {k: v for k, v in entry.items() if k != "op"}
-            operations.append(_read(ALPHABET[entry["op"]], values, f"operation {number}"))
+            operations.append(read_record(ALPHABET[entry["op"]], values, f"operation {number}"))
         return cls(header, tuple(operations))
 
     @classmethod
@@ -498,8 +498,8 @@ class Trace:
         return cls.from_json(data)
 
 
-def _read(kind: Any, data: Any, where: str) -> Any:
-    """Build a dataclass from JSON values, checking names and types."""
+def read_record(kind: Any, data: Any, where: str) -> Any:
+    """Build a dataclass from JSON values, checking names and types; TraceError in one line."""
     if not isinstance(data, dict):
         raise TraceError(f"{where}: an object is expected")
     hints = typing.get_type_hints(kind)

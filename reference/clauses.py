@@ -538,7 +538,7 @@ _ALL = (
         "K5",
         "Every slot and every row is free, or held by one request; what a request held is given "
         "back once.",
-        ("extend", "kv-prepare", "release", "kv"),
+        ("extend", "kv-prepare", "release", "kv", "loop-house"),
         source=(
             "mem_cache.common.release_kv_cache; managers.scheduler_components.invariant_checker"
         ),
@@ -583,6 +583,42 @@ _ALL = (
         ("kv-prepare", "kv-check", "extend"),
         source="managers.schedule_batch.ScheduleBatch.check_decode_mem",
         needs="kv_pool",
+    ),
+    # The whole loop, greedy and without penalties.
+    Clause(
+        "L1",
+        "Every request's output equals sequential greedy decoding.",
+        ("loop-output",),
+        source="the protocol: speculative decoding promises the target model's own output",
+        needs="loop",
+    ),
+    Clause(
+        "L2",
+        "A request's output does not depend on who shares its batches.",
+        ("loop-company",),
+        source="the protocol: rows of a batch are independent",
+        needs="loop",
+    ),
+    Clause(
+        "L3",
+        "Outputs are the same with overlap and without.",
+        ("loop-overlap",),
+        source=(
+            "managers.scheduler.Scheduler.event_loop_overlap and event_loop_normal, which serve "
+            "the same requests"
+        ),
+        needs="loop",
+    ),
+    Clause(
+        "L4",
+        "Every step accepts the drafts on which the networks agree.",
+        ("loop-accept",),
+        source=(
+            "speculative.dflash_worker_v2.DFlashWorkerV2.forward_batch_generation: what is "
+            "proposed depends on bonus token, lengths and what was written of the target's hidden "
+            "states"
+        ),
+        needs="loop",
     ),
     # The kernels, for the arguments that the worker gives them; outside those, wild.
     Clause(

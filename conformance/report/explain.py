@@ -6,6 +6,7 @@ from typing import Any
 
 from conformance.anomalies import ANOMALIES
 from generators.operations import Trace
+from generators.schedules import Schedule
 from reference.clauses import CLAUSES
 
 _MOST_ROWS = 6
@@ -35,7 +36,7 @@ def lines(deviation: dict[str, Any], *, replay: str | None = None) -> list[str]:
     for row in rows[:_MOST_ROWS]:
         wrote = f", written by {row['observed_writer']}" if row["observed_writer"] else ""
         meant = f" ({row['expected_writer']})" if row["expected_writer"] else ""
-        whose = row["request"] or ("nobody" if deviation["trace"] else "")
+        whose = row["request"] or ("nobody" if _is_trace(deviation) else "")
         text.append(
             f"    row {row['row']}{f' ({whose})' if whose else ''}: expected "
             f"{row['expected']}{meant}, observed {row['observed']}{wrote}"
@@ -71,12 +72,13 @@ def _to_declare(difference: dict[str, Any]) -> list[str]:
 
 
 def _input(deviation: dict[str, Any]) -> list[str]:
-    """What shows the deviation: a trace of the relay, or a kernel's arguments."""
+    """What shows the deviation: a trace of the relay, a schedule, or a kernel's arguments."""
     if deviation["trace"] is not None:
-        trace = Trace.from_json(deviation["trace"])
+        trace = deviation["trace"]
+        known = Trace.from_json(trace) if _is_trace(deviation) else Schedule.from_json(trace)
         return [
-            f"  trace ({trace.header.line()})",
-            *(f"    {line}" for line in trace.lines()),
+            f"  {'trace' if _is_trace(deviation) else 'schedule'} ({known.header.line()})",
+            *(f"    {line}" for line in known.lines()),
         ]
     arguments = deviation["arguments"].items()
     return [
@@ -86,7 +88,11 @@ def _input(deviation: dict[str, Any]) -> list[str]:
 
 
 def _place(deviation: dict[str, Any]) -> str:
-    return "the last operation, " if deviation["trace"] is not None else ""
+    return "the last operation, " if _is_trace(deviation) else ""
+
+
+def _is_trace(deviation: dict[str, Any]) -> bool:
+    return deviation["trace"] is not None and "operations" in deviation["trace"]
 
 
 def exhaustive(tree: dict[str, Any]) -> list[str]:

@@ -83,7 +83,12 @@ def document(comparison: Comparison, *, profile: str, seed: int, wild: bool) -> 
         "fixed": [{**d, "tree": base.tree.label} for d in comparison.fixed],
         "notes": comparison.notes,
         "not_covered": [
-            *not_covered(head.device, kernels=bool(head.kernels), kv=KV_MODE in head.modes),
+            *not_covered(
+                head.device,
+                kernels=bool(head.kernels),
+                kv=KV_MODE in head.modes,
+                loop=bool(head.steps),
+            ),
             "a second bug of the clause, anomaly and mode of a known deviation, but as a change",
         ],
         "environment": environment(reports),

@@ -76,6 +76,8 @@ def _amount(result: dict[str, Any]) -> str:
     """How much a job did."""
     if "programs" in result:
         return f"{result['programs']:,} kernel programs"
+    if "steps" in result:
+        return f"{result['steps']:,} decode steps"
     return f"{result['operations']:,} operations"
 
 

@@ -11,11 +11,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from conformance.errors import UserError
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The streams of a scheduler.
+
+    Attributes:
+        module: torch's module for the device.
+        schedule, forward, copy: the streams.
+        using: makes the context in which a stream is the current one, any number of times.
+    """
+
+    module: Any
+    schedule: Any
+    forward: Any
+    copy: Any
+    using: Callable[[Any], contextlib.AbstractContextManager[Any]]
 
 
 class Device(Protocol):
@@ -48,6 +66,9 @@ class Device(Protocol):
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """The forward stream, which waits for all that the schedule stream was given before."""
 
+    def streams(self) -> Streams:
+        """Streams for a scheduler's loop; the schedule stream is the current one."""
+
     def settle(self) -> None:
         """Wait until everything that was started is done, so that values can be looked at."""
 
@@ -74,6 +95,19 @@ class PlainEvent:
         return True
 
 
+class PlainStream:
+    """A stream on which everything has happened."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing is left to wait for."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing is left to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing is left to wait for."""
+
+
 class PlainDevice:
     """CPU tensors, one thread, streams that order nothing because everything is in order."""
 
@@ -96,6 +130,11 @@ class PlainDevice:
     def forward(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`Device`: on one thread everything is in order."""
         return contextlib.nullcontext()
+
+    def streams(self) -> Streams:
+        """See :class:`Device`."""
+        made = (PlainStream(), PlainStream(), PlainStream())
+        return Streams(torch.cpu, *made, lambda stream: contextlib.nullcontext())
 
     def settle(self) -> None:
         """See :class:`Device`."""
@@ -151,6 +190,11 @@ class CudaDevice:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
+
+    def streams(self) -> Streams:
+        """See :class:`Device`."""
+        made = (torch.cuda.current_stream(), self._stream, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        return Streams(torch.cuda, *made, torch.cuda.stream)
 
     def settle(self) -> None:
         """See :class:`Device`."""

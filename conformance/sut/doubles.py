@@ -7,6 +7,7 @@ as an :class:`~conformance.sut.isolation.Excerpt` of one.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,9 @@ class Settings:
         """Change answers."""
         self.__dict__.update(values)
 
+    def __deepcopy__(self, memo: Any) -> Settings:
+        return copy.copy(self)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -34,9 +38,13 @@ class Settings:
 
 
 class SamplingInfo:
-    """Sampling parameters of a batch: the double only knows whose row is whose."""
+    """Sampling parameters of a batch: greedy; the double only knows whose row is whose."""
 
     penalizer_orchestrator: Any = Settings(is_required=False)
+    is_all_greedy = True
+    has_custom_logit_processor = has_watermark_candidates = False
+    acc_additive_penalties = acc_linear_penalties = acc_scaling_penalties = None
+    grammars = logit_bias = vocab_mask = None
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows
@@ -44,6 +52,9 @@ class SamplingInfo:
     @classmethod
     def from_schedule_batch(cls, batch: Any, *_: Any) -> SamplingInfo:
         return cls([request.rid for request in batch.reqs])
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     def filter_batch(self, keep_indices: list[int], *_: Any) -> None:
         self.rows = [self.rows[i] for i in keep_indices]
@@ -195,7 +206,11 @@ def doubles(answers: frozenset[str], given: Settings) -> dict[str, Any]:
     found["*.TorchMemorySaverAdapter"] = _MemorySaver
     found["*.SchedulerReqTimeStats"] = _Quiet
     found["*.CacheRequestHandle"] = _Handle
-    found["*.current_platform"] = Settings(capabilities=Settings(supports_triton=True))
+    found["*.current_platform"] = Settings(
+        capabilities=Settings(supports_triton=True),
+        is_cuda_alike=_true if "is_cuda" in answers else _false,
+        is_out_of_tree=_false,
+    )
     for module in ("runtime_context", "server_args"):
         for name in _SETTINGS:
             found[f"{_SRT}.{module}.{name}"] = answer

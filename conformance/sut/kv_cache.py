@@ -197,17 +197,17 @@ class KvCache:
     @staticmethod
     def committed(host: Any) -> int:
         """Committed length of a request."""
-        return int(_holder(host, "kv_committed_len").kv_committed_len)
+        return int(holder(host, "kv_committed_len").kv_committed_len)
 
     @staticmethod
     def commit(host: Any, length: int) -> None:
         """Set it."""
-        _holder(host, "kv_committed_len").kv_committed_len = length
+        holder(host, "kv_committed_len").kv_committed_len = length
 
     @staticmethod
     def allocated(host: Any) -> int:
         """Allocated length of a request."""
-        return int(_holder(host, "kv_allocated_len").kv_allocated_len)
+        return int(holder(host, "kv_allocated_len").kv_allocated_len)
 
     def view(self) -> View:
         """The cache as it is now, copied."""
@@ -239,7 +239,7 @@ class KvCache:
         twin = copy.copy(batch)
         twin.reqs = [copy.copy(host) for host in batch.reqs]
         for host in twin.reqs:
-            if _holder(host, "kv_allocated_len") is not host:
+            if holder(host, "kv_allocated_len") is not host:
                 host.kv = copy.copy(host.kv)
         twin.req_to_token_pool, twin.token_to_kv_pool_allocator = cache.pool, cache.allocator
         twin.tree_cache = cache.tree
@@ -266,7 +266,7 @@ def set_plan_stream(on: bool) -> None:
     os.environ["SGLANG_ENABLE_OVERLAP_PLAN_STREAM"] = "1" if on else "0"
 
 
-def _holder(host: Any, name: str) -> Any:
+def holder(host: Any, name: str) -> Any:
     """What carries a length of a request: newer trees give it a record of its own."""
     record = getattr(host, "kv", None)
     return record if hasattr(record, name) else host

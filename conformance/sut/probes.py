@@ -7,9 +7,11 @@ import inspect
 from conformance.sut.driver import Driver
 from conformance.sut.host_request import HarnessGap
 from conformance.sut.isolation import StandInUsed
+from conformance.sut.loop import Loop
 from conformance.sut.surface import Surface
 from generators.operations import Admit, Adopt, Filter, Finish, Header, Seed, Step, Sync
 from generators.protocol import State, apply
+from generators.schedules import Arrival, Schedule, Server
 
 
 def seeds(surface: Surface) -> tuple[bool, str | None]:
@@ -62,6 +64,28 @@ def kv_pool(surface: Surface) -> str | None:
         except Exception as error:  # a pool or request that is made in a way not seen before
             text = " ".join(str(error).split())[:200]
             return f"the KV clauses are not checked: {type(error).__name__}: {text}"
+    return None
+
+
+def loop(surface: Surface) -> str | None:
+    """Why the tree's event loop cannot be driven, or None.
+
+    What it makes of requests is for the schedules; here one is served by either loop. An exception
+    with which code says that it is used in a way it was not made for speaks of the harness.
+    """
+    for overlap in (True, False):
+        server = Server(rows=1, overlap=overlap, debug=surface.debug)
+        try:
+            made = Loop(surface, Schedule(server, (Arrival(0, 1, 3, 4),)))
+        except Exception as error:  # pieces that are put together in a way not seen before
+            text = " ".join(str(error).split())[:200]
+            return f"the loop clauses are not checked: {type(error).__name__}: {text}"
+        try:
+            error_text = made.run().error or ""
+        except (StandInUsed, HarnessGap) as error:
+            return f"the loop clauses are not checked: {error}"
+        if error_text.startswith(("TypeError", "AttributeError", "NotImplementedError")):
+            return f"the loop clauses are not checked: {error_text}"
     return None
 
 

@@ -15,6 +15,7 @@ from generators.operations import Trace
 
 if TYPE_CHECKING:
     from generators.kernel_inputs import Case
+    from generators.schedules import Schedule
 
 _HEAD = struct.Struct("<iI")
 _SIZE = 1 << 20
@@ -43,7 +44,14 @@ class Recorder:
 
     def note(self, case: Case) -> None:
         """Record a kernel case in the place of a trace."""
-        text = json.dumps({"case": case.as_json()}).encode()
+        self._whole({"case": case.as_json()})
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Record a schedule in the place of a trace."""
+        self._whole(schedule.as_json())
+
+    def _whole(self, record: dict[str, Any]) -> None:
+        text = json.dumps(record).encode()
         self._map[_HEAD.size : _HEAD.size + len(text)] = text
         _HEAD.pack_into(self._map, 0, 0, len(text))
 
@@ -58,7 +66,7 @@ def create(path: Path) -> None:
 def read(path: Path) -> tuple[dict[str, Any], int] | None:
     """The last (trace as JSON, operation index), or None if nothing was recorded.
 
-    Of a kernel case, ``{"case": ...}`` stands in the place of the trace.
+    In the place of the trace stands ``{"case": ...}`` of a kernel case, or a schedule.
     """
     data = path.read_bytes()
     index, size = _HEAD.unpack_from(data, 0)

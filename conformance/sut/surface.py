@@ -23,7 +23,7 @@ import torch
 
 from conformance.errors import NoEntryPoint
 from conformance.kernels.sources import MODULES, narrow_buffer
-from conformance.sut import doubles
+from conformance.sut import doubles, loop_doubles
 from conformance.sut.device import Device
 from conformance.sut.doubles import Settings
 from conformance.sut.fields import FIELDS, OWNERS, Field
@@ -44,6 +44,11 @@ KV = f"{_SRT}.mem_cache."
 SIZING = f"{KV}allocation_sizing"
 EAGLE = f"{_SRT}.speculative.eagle_utils"
 EAGLE_DRAFT = f"{_SRT}.speculative.eagle_info_v2"
+POLICY = f"{_SRT}.managers.schedule_policy"
+PROCESSOR = f"{_SRT}.managers.scheduler_components.batch_result_processor"
+RESULTS = f"{_SRT}.managers.utils"
+SAMPLING = f"{_SRT}.sampling.sampling_params"
+TRANSLATOR = f"{KV}kv_index_translator"
 
 REAL = (
     RELAY,
@@ -74,10 +79,14 @@ REAL = (
             "common",
             "events",
             "evict_policy",
+            "kv_index_translator",
+            "kv_loc_plan",
             "memory_pool",
+            "prefill_budget",
             "radix_cache",
             "session_radix_cache",
             "triton_ops.allocator",
+            "triton_ops.cache_move",
             "triton_ops.common",
             "unified_cache.component_type",
             "utils",
@@ -93,6 +102,21 @@ REAL = (
     f"{_SRT}.disaggregation.decode_schedule_batch_mixin",
     f"{_SRT}.speculative.dflash_disaggregation",
     PREBUILT,
+    # What only the whole loop runs.
+    POLICY,
+    PROCESSOR,
+    RESULTS,
+    SAMPLING,
+    f"{_SRT}.disaggregation.utils",
+    f"{_SRT}.managers.scheduler_components.new_token_ratio_tracker",
+    f"{_SRT}.model_executor.triton_ops.position",
+    f"{_SRT}.speculative.base_spec_worker",
+    f"{_SRT}.speculative.dflash_info",
+    f"{_SRT}.speculative.dflash_utils",
+    f"{_SRT}.speculative.spec_tp_sync",
+    "sglang.kernels.ops.attention.position",
+    "sglang.kernels.ops.memory.cache_move",
+    "sglang.kernels.ops.speculative.cache_locs",
     *MODULES,
 )
 """Modules loaded from the tree where it has them: the code under test and what it runs."""
@@ -229,8 +253,10 @@ def open_tree(
     """
     os.environ["SGLANG_IS_IN_CI"] = "1" if debug else "0"
     settings = doubles.settings()
+    loop_doubles.settings(settings)
+    found = doubles.doubles(device.answers, settings) | loop_doubles.doubles(settings)
     loader = Isolation(
-        *(root, REAL, doubles.doubles(device.answers, settings)),
+        *(root, REAL, found),
         relocated=relocated or {},
         edits=edits or {},
         accelerated=bool(device.answers),

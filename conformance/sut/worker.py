@@ -143,6 +143,7 @@ class _Worker:
             "check": self._check,
             "record": self._record,
             "replay": self._replay,
+            "loop": self._loop,
             "kernels": self._kernels,
             "misuse": self._misuse,
             "replay-case": self._replay_case,
@@ -268,6 +269,108 @@ class _Worker:
             self.surface.notes.append(reason)
         return reason is None
 
+    def _loop(
+        self, steps: int, seed: int, waivers: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Serve random schedules until the tree's loop has made `steps` decode steps."""
+        from conformance import serving
+        from conformance.sut import probes
+
+        outcome, states = serving.Outcome(), dict[str, str]()
+        reason = probes.loop(self.surface)
+        if reason is not None:
+            self.surface.notes.append(reason)
+        else:
+            self.surface.features |= {"loop"}
+            covers = []
+            witnesses = []
+            for waiver in waivers:
+                state, shown = self._loop_witness(waiver)
+                states[waiver["name"]] = state
+                if state != "stale":
+                    covers.append(_cover(waiver, shown=shown is not None))
+                if shown is not None:
+                    witnesses.append(shown)
+
+            def progress(done: int, deviations: int) -> None:
+                _send(self.stream, event="progress", operations=done, deviations=deviations)
+
+            outcome = serving.check(
+                self.surface,
+                steps=steps,
+                seed=seed,
+                waived=covers,
+                note=self._note_schedule(),
+                progress=progress,
+            )
+            # What a waiver covers is always listed, with the witness, whatever the search met.
+            for shown in witnesses:
+                met = [d for d in outcome.deviations if d.waiver == shown.waiver]
+                shown.count = sum(d.count for d in met)
+                kept = [d for d in outcome.deviations if d.waiver != shown.waiver]
+                outcome.deviations = [*kept, shown]
+        return {
+            "deviations": [deviation.as_json() for deviation in outcome.deviations],
+            "operations": 0,
+            "calls": 0,
+            "traces": 0,
+            "steps": outcome.steps,
+            "reached": dict(outcome.reached),
+            "waivers": states,
+            "recorded": None,
+            "unexecuted": None,
+            "surface": self.surface.as_json(),
+        }
+
+    def _note_schedule(self) -> Callable[[Any], None] | None:
+        return None if self.recorder is None else self.recorder.schedule
+
+    def _loop_witness(self, waiver: dict[str, Any]) -> tuple[str, Any]:
+        """As :meth:`_witness`, of a waiver whose witness is a schedule."""
+        from conformance import serving
+        from generators.schedules import Schedule
+
+        schedule = Schedule.from_json(waiver["trace"])
+        if schedule.header.debug != self.surface.debug:
+            return "elsewhere", None
+        found = serving.first(self.surface, schedule, note=self._note_schedule())
+        if found is None or (found.clause, found.anomaly) != (waiver["clause"], waiver["anomaly"]):
+            return "stale", None
+        return "active", serving.Deviation(found, schedule, 0, waiver["name"])
+
+    def _replay_schedule(
+        self, schedule: dict[str, Any], waivers: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Serve one schedule; the deviation that it shows, or None."""
+        from conformance import serving
+        from conformance.errors import NotOnThisTree, UserError
+        from conformance.sut import probes
+        from generators.operations import TraceError
+        from generators.schedules import Schedule
+
+        try:
+            parsed = Schedule.from_json(schedule)
+        except TraceError as error:
+            raise UserError(f"the schedule is not legal: {error}") from None
+        for name in ("mixed", "idle"):
+            if getattr(parsed.header, name) and not getattr(self.surface.capabilities, name):
+                raise NotOnThisTree(f"the schedule asks for {name} batches, which the tree lacks")
+        reason = probes.loop(self.surface)
+        if reason is not None:
+            raise NotOnThisTree(reason)
+        found = serving.first(self.surface, parsed, note=self._note_schedule())
+        deviation = None if found is None else serving.Deviation(found, parsed)
+        if deviation is not None:
+            for waiver in waivers:
+                covers = _cover(waiver).covers(deviation.difference, parsed.header)
+                mine = "requests" in waiver["trace"]
+                if covers and mine and self._loop_witness(waiver)[0] == "active":
+                    deviation.waiver = waiver["name"]
+        return {
+            "deviation": deviation.as_json() if deviation else None,
+            "surface": self.surface.as_json(),
+        }
+
     def _kernels(
         self, names: Sequence[str], waivers: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
@@ -391,7 +494,11 @@ class _Worker:
         wild: bool = False,
         emit: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Replay a trace; or `emit` the test of the deviation that it showed, without replaying."""
+        """Replay a trace, or serve a schedule; or `emit` the test of the deviation that a trace
+        showed, without replaying.
+        """
+        if "requests" in trace:
+            return self._replay_schedule(trace, waivers)
         from conformance.engine import capabilities_for, replay_one
         from conformance.errors import NotOnThisTree, UserError
         from generators.operations import Trace
@@ -417,7 +524,8 @@ class _Worker:
         if deviation is not None:
             for waiver in waivers:
                 covers = _cover(waiver).covers(deviation.difference, parsed.header)
-                if covers and waiver["case"] is None and self._witness(waiver)[0] == "active":
+                mine = "operations" in waiver["trace"]
+                if covers and mine and self._witness(waiver)[0] == "active":
                     deviation.waiver = waiver["name"]
         return {
             "deviation": deviation.as_json() if deviation else None,

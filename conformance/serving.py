@@ -1,0 +1,187 @@
+"""Run schedules on one loaded tree's loop, judge what it makes of them, make failures small."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from conformance.difference import Cover, Difference
+from conformance.loop_checks import compare, judge, situations
+from conformance.sut.loop import Loop
+from conformance.sut.surface import Surface
+from generators.schedules import Schedule, schedules, simpler
+
+COMPARED = 6
+"""One schedule in this many is also served by the other loop, and one request of it alone."""
+
+_SHRINKS = 250
+"""Runs of the loop that making one failure small may take."""
+
+Note = Callable[[Schedule], None]
+"""Called with each schedule before it runs, for crash reports."""
+
+
+@dataclass
+class Deviation:
+    """A difference with the smallest schedule that shows it."""
+
+    difference: Difference
+    schedule: Schedule
+    count: int = 1
+    waiver: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.difference.clause, self.difference.anomaly
+
+    def as_json(self) -> dict[str, Any]:
+        """As reports have deviations; a schedule is in the place of the trace."""
+        return {
+            "clause": self.difference.clause,
+            "anomaly": self.difference.anomaly,
+            "mode": "legal",
+            "waiver": self.waiver,
+            "count": self.count,
+            "difference": asdict(self.difference),
+            "trace": self.schedule.as_json(),
+        }
+
+
+@dataclass
+class Outcome:
+    """What running schedules found and did.
+
+    Attributes:
+        steps: decode steps.
+        requests: requests that were served.
+        schedules: schedules that were run.
+        reached: how often each call was judged and each situation occurred.
+    """
+
+    deviations: list[Deviation] = field(default_factory=list)
+    steps: int = 0
+    requests: int = 0
+    schedules: int = 0
+    reached: Counter[str] = field(default_factory=Counter)
+
+
+def differences(
+    surface: Surface, schedule: Schedule, outcome: Outcome, *, compared: bool
+) -> Iterator[Difference]:
+    """Run one schedule and yield what differs.
+
+    Args:
+        compared: also serve it by the other loop, and each request alone.
+    """
+    service = Loop(surface, schedule).run()
+    outcome.schedules += 1
+    outcome.requests += len(schedule.requests)
+    outcome.steps += service.decodes
+    for situation in situations(schedule, service):
+        outcome.reached[f"situation {situation}"] += 1
+    yield from judge(schedule, service, outcome.reached)
+    if not compared:
+        return
+    numbers = [request.number for request in schedule.requests]
+    header = schedule.header
+    other = Loop(surface, replace(schedule, header=replace(header, overlap=not header.overlap)))
+    second = other.run()
+    outcome.steps += second.decodes
+    outcome.reached["loop-overlap"] += len(numbers)
+    yield from compare("L3", "loop-overlap", service, second, numbers)
+    for request in schedule.requests[-1:]:
+        alone = Loop(surface, replace(schedule, requests=(request,))).run()
+        outcome.steps += alone.decodes
+        outcome.reached["loop-company"] += 1
+        yield from compare("L2", "loop-company", service, alone, [request.number])
+
+
+def check(
+    surface: Surface,
+    *,
+    steps: int,
+    seed: int,
+    waived: Sequence[Cover] = (),
+    note: Note | None = None,
+    stop_at_first: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Outcome:
+    """Serve random schedules until the loop has made `steps` decode steps.
+
+    Args:
+        seed: of the schedules; the same seed gives the same result.
+        waived: deviations to record without making them small.
+        stop_at_first: stop after the first deviation without waiver (in seeded-fault runs).
+    """
+    outcome = Outcome()
+    found: dict[tuple[tuple[str, str], str | None], Deviation] = {}
+    invented = schedules(
+        seed,
+        mixed=surface.capabilities.mixed,
+        idle=surface.capabilities.idle,
+        debug=surface.debug,
+    )
+    for number, schedule in enumerate(invented):
+        if note is not None:
+            note(schedule)
+        compared = number % COMPARED == 0
+        for difference in differences(surface, schedule, outcome, compared=compared):
+            cover = next((c for c in waived if c.covers(difference, schedule.header)), None)
+            key = (difference.clause, difference.anomaly)
+            entry = found.get((key, cover.name if cover else None))
+            if entry is not None:
+                entry.count += 1
+            elif cover is not None:
+                found[key, cover.name] = Deviation(difference, schedule, 1, cover.name)
+            else:
+                found[key, None] = minimize(surface, schedule, difference, waived, note)
+            if cover is None:
+                break  # what follows may follow from it
+        if progress is not None:
+            progress(outcome.steps, len(found))
+        if outcome.steps >= steps or (stop_at_first and any(w is None for _, w in found)):
+            break
+    outcome.deviations = list(found.values())
+    return outcome
+
+
+def first(
+    surface: Surface, schedule: Schedule, waived: Sequence[Cover] = (), note: Note | None = None
+) -> Difference | None:
+    """The first difference of a schedule that no waiver covers, or None."""
+    if note is not None:
+        note(schedule)
+    found = differences(surface, schedule, Outcome(), compared=True)
+    covered = (
+        difference
+        for difference in found
+        if not any(cover.covers(difference, schedule.header) for cover in waived)
+    )
+    return next(covered, None)
+
+
+def minimize(
+    surface: Surface,
+    schedule: Schedule,
+    difference: Difference,
+    waived: Sequence[Cover] = (),
+    note: Note | None = None,
+) -> Deviation:
+    """The smallest schedule found that still shows a difference of the same name."""
+    best, shown = schedule, difference
+    key = (difference.clause, difference.anomaly)
+    runs = 0
+    going = True
+    while going and runs < _SHRINKS:
+        going = False
+        for candidate in simpler(best):
+            runs += 1
+            seen = first(surface, candidate, waived, note)
+            if seen is not None and (seen.clause, seen.anomaly) == key:
+                best, shown, going = candidate, seen, True
+                break
+            if runs >= _SHRINKS:
+                break
+    return Deviation(shown, best)
