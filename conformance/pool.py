@@ -93,6 +93,7 @@ class _Connection:
     def __init__(self, job: Job, sock: socket.socket, record: Path) -> None:
         self.job, self.socket, self.record = job, sock, record
         self.pid = 0
+        self.forks = False
         self.buffer = b""
         self.silent = 0.0
 
@@ -248,8 +249,8 @@ class Pool:
             else:
                 self._ready = True
 
-    def start(self, job: Job) -> _Connection:
-        """A worker of its own for a job."""
+    def start(self, job: Job, *, forks: bool = False) -> _Connection:
+        """A worker for a job, and if it `forks` for others of the same configuration."""
         mine, theirs = socket.socketpair()
         self._connections += 1
         record = Path(self._temporary.name) / f"recorder-{self._connections}"
@@ -263,12 +264,18 @@ class Pool:
         connection = _Connection(job, mine, record)
         connection.pid = self._started.pop(0)
         config = asdict(job.config)
-        config["recorder"] = str(record)
+        config |= {"recorder": str(record), "forks": forks}
+        connection.forks = forks
         connection.send(config)
         return connection
 
     def run(self, jobs: list[Job], progress: Progress | None = None) -> Iterator[Answer]:
-        """Run the jobs; answers come in the order of `jobs`, each as soon as it can."""
+        """Run the jobs; answers come in the order of `jobs`, each as soon as it can.
+
+        On a CPU a tree is loaded once for the jobs of a worker, and forked for each of them; a
+        process that has used a GPU cannot be forked.
+        """
+        forks = self._interpret == "1"
         answers: dict[int, Answer] = {}
         following = 0
         waiting = list(enumerate(jobs))
@@ -278,13 +285,20 @@ class Pool:
                 while waiting or busy:
                     while waiting and len(busy) < self.size:
                         number, job = waiting.pop(0)
-                        connection = self.start(job)
+                        connection = self.start(job, forks=forks)
                         selector.register(connection.socket, selectors.EVENT_READ, connection)
                         busy[connection] = number
                     for connection, answer in self.turn(selector, progress):
-                        selector.unregister(connection.socket)
-                        connection.close()
                         answers[busy.pop(connection)] = answer
+                        config = answer.job.config
+                        more = [entry for entry in waiting if entry[1].config == config]
+                        if more and connection.forks and answer.result is not None:
+                            waiting.remove(more[0])
+                            busy[connection], connection.job = more[0]
+                            connection.send(connection.job.request)
+                        else:
+                            selector.unregister(connection.socket)
+                            connection.close()
                     while following in answers:
                         yield answers.pop(following)
                         following += 1
@@ -327,7 +341,8 @@ class Pool:
         if connection.silent < self.stall:
             return None
         with contextlib.suppress(ProcessLookupError):
-            os.kill(connection.pid, signal.SIGKILL)
+            kill = os.killpg if connection.forks else os.kill
+            kill(connection.pid, signal.SIGKILL)
         deadline = time.monotonic() + _MERCY
         while connection.pid not in self._exits:
             # A process that hangs in a driver outlives its signal.

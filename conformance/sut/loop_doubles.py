@@ -154,6 +154,7 @@ SETTINGS: dict[str, Any] = {
     "prefill_max_requests": None,
     "radix_eviction_policy": "lru",
     "retraction_policy": "length",
+    "schedule_policy": "fcfs",
     "return_hidden_states_mode": None,
     "speculative_domino_candidate_pool_size": 0,
     "speculative_draft_attention_backend": None,

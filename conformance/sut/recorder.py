@@ -42,6 +42,11 @@ class Recorder:
         else:
             struct.pack_into("<i", self._map, 0, index)
 
+    def clear(self) -> None:
+        """Record nothing: another request begins."""
+        self._trace = None
+        _HEAD.pack_into(self._map, 0, -1, 0)
+
     def note(self, case: Case) -> None:
         """Record a kernel case in the place of a trace."""
         self._whole({"case": case.as_json()})

@@ -168,7 +168,7 @@ class Draft:
         states = self.attention.after(states, own.view(-1, block)[:, 0])
         right = self.attention.accepts(states, block)
         positions = batch.positions.view(-1, block)
-        proposals = [asked.view(-1, block)[:, 0]]
+        proposals = [torch.zeros_like(positions[:, 0])]
         for place in range(1, block):
             token = self.attention.tokens(states)
             wrong = (token + 1) % VOCABULARY

@@ -2,7 +2,9 @@
 
 The first line a worker receives is its configuration (:class:`Config`); it answers ``ready`` with
 the tree's surface, or ``error``. Then one request per line (``check`` or ``replay``), answered by
-``progress`` lines and one ``result``. End of input ends the worker.
+``progress`` lines and one ``result``. End of input ends the worker. Where the device allows it
+(``forks``) every request is served by a child, so that it finds the tree as it was loaded; a worker
+whose child dies dies the same way.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class Config:
         declared: census records as [owner, name, kind] and, for a mirror, its sum.
         fault: name of a seeded fault to apply, or None.
         recorder: flight recorder file, or None.
+        forks: whether each request is served by a child of the worker.
     """
 
     root: str
@@ -52,6 +55,7 @@ class Config:
     declared: list[list[str]] = field(default_factory=list)
     fault: str | None = None
     recorder: str | None = None
+    forks: bool = False
 
 
 def serve(connection: socket.socket) -> None:
@@ -62,6 +66,8 @@ def serve(connection: socket.socket) -> None:
         if first is None:
             return
         config = Config(**json.loads(first))
+        if config.forks:
+            os.setpgid(0, 0)  # who ends the worker ends its child
         try:
             worker = _Worker(config, stream)
         except Exception as error:
@@ -115,6 +121,7 @@ class _Worker:
         # Torch is imported here: the parent that starts workers never does.
         from conformance import faults
         from conformance.kv_faults import KV_FAULTS
+        from conformance.loop_faults import LOOP_FAULTS
         from conformance.sut.device import open_device
         from conformance.sut.fields import Field
         from conformance.sut.recorder import Recorder
@@ -123,7 +130,13 @@ class _Worker:
         self.config, self.stream = config, stream
         device = open_device(config.device)
         device.prepare(compiled=config.compiled)
-        every = (*faults.FAULTS, *faults.KERNEL_FAULTS, *faults.WILD_FAULTS, *KV_FAULTS)
+        every = (
+            *faults.FAULTS,
+            *faults.KERNEL_FAULTS,
+            *faults.WILD_FAULTS,
+            *KV_FAULTS,
+            *LOOP_FAULTS,
+        )
         registry = {fault.name: fault for fault in every}
         edits = faults.apply(registry[config.fault].edits) if config.fault else {}
         self.surface = open_tree(
@@ -137,6 +150,33 @@ class _Worker:
         self.recorder = Recorder(Path(config.recorder)) if config.recorder else None
 
     def loop(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            request = json.loads(line)
+            if self.config.forks:
+                self._in_child(request)
+            else:
+                self._serve(request)
+
+    def _in_child(self, request: dict[str, Any]) -> None:
+        """Serve a request in a child."""
+        if self.recorder is not None:
+            self.recorder.clear()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._serve(request)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the parent is gone
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        elif status:
+            os._exit(os.WEXITSTATUS(status))
+
+    def _serve(self, request: dict[str, Any]) -> None:
+        """Answer one request."""
         serves: dict[str, Callable[..., dict[str, Any]]]
         serves = {
             "describe": self._describe,
@@ -148,18 +188,16 @@ class _Worker:
             "misuse": self._misuse,
             "replay-case": self._replay_case,
         }
-        for line in lines:
-            request = json.loads(line)
-            try:
-                answer = serves[request.pop("do")](**request)
-            except Exception as error:
-                if self.surface.device.lost():
-                    # Nobody can use it from here; a dead worker is a result, and its flight
-                    # recorder says where it was.
-                    os._exit(DEVICE_LOST)
-                _send(self.stream, event="error", **_describe(error))
-            else:
-                _send(self.stream, event="result", **answer)
+        try:
+            answer = serves[request.pop("do")](**request)
+        except Exception as error:
+            if self.surface.device.lost():
+                # Nobody can use it from here; a dead worker is a result, and its flight recorder
+                # says where it was.
+                os._exit(DEVICE_LOST)
+            _send(self.stream, event="error", **_describe(error))
+        else:
+            _send(self.stream, event="result", **answer)
 
     def _describe(self) -> dict[str, Any]:
         return {"surface": self.surface.as_json()}
@@ -303,6 +341,9 @@ class _Worker:
                 note=self._note_schedule(),
                 progress=progress,
             )
+            if outcome.gap is not None:
+                gap = f"some schedules are not served: {outcome.gap}"
+                self.surface.notes.append(gap)
             # What a waiver covers is always listed, with the witness, whatever the search met.
             for shown in witnesses:
                 met = [d for d in outcome.deviations if d.waiver == shown.waiver]
