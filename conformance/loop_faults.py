@@ -47,6 +47,12 @@ LOOP_FAULTS: tuple[Fault, ...] = (
         _SLOW,
     ),
     Fault(
+        "draft-kv-lost-once",
+        "What the twentieth launch committed is not written into the draft's KV cache.",
+        (_forward("Expr", 34, "if batch.forward_iter != 20:\n    {0}"),),
+        _SLOW,
+    ),
+    Fault(
         "prompt-draft-kv-not-written",
         "What a prefill read is not written into the draft's KV cache.",
         (_forward("Expr", 4, DROP),),
@@ -122,7 +128,21 @@ LOOP_FAULTS: tuple[Fault, ...] = (
         _WRONG,
         also=_TOKENS,
     ),
+    Fault(
+        "alone-published-short",
+        "A prefill of one request publishes a length that is one too short.",
+        (_forward("Expr", 3, "on_publish(batch_output.new_seq_lens - int(len(batch.reqs) == 1))"),),
+        ("L2", "wrong-value"),
+        also=_TOKENS,
+    ),
     # The scheduler, and what it makes of results.
+    Fault(
+        "synchronous-one-short",
+        "Without overlap a step leaves a length that is one too short.",
+        (_run("Assign", 35, "{1} = {2} - 1"),),
+        ("L3", "wrong-value"),
+        also=_TOKENS,
+    ),
     Fault(
         "chunk-joins-the-decodes",
         "A request whose prompt goes on is decoded with the others.",

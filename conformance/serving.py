@@ -142,18 +142,21 @@ def check(
             if gaps >= _GAPS:
                 break
             continue
+        met: set[tuple[tuple[str, str], str | None]] = set()
         for difference in seen:
             cover = next((c for c in waived if c.covers(difference, schedule.header)), None)
             key = (difference.clause, difference.anomaly)
-            entry = found.get((key, cover.name if cover else None))
+            name = (key, cover.name if cover else None)
+            entry = found.get(name)
             if entry is not None:
-                entry.count += 1
+                entry.count += name not in met
             elif cover is not None:
                 found[key, cover.name] = Deviation(difference, schedule, 1, cover.name)
             else:
                 found[key, None] = minimize(surface, schedule, difference, waived, note)
-            if cover is None:
-                break  # what follows may follow from it
+            met.add(name)
+            if cover is None and difference.clause != "L4":
+                break  # what follows may follow from it; lost speed leaves the text as it is
         if progress is not None:
             progress(outcome.steps, len(found))
         if outcome.steps >= steps or (stop_at_first and any(w is None for _, w in found)):

@@ -57,10 +57,10 @@ class Model:
         return (state >> 7) % VOCABULARY
 
     def accepts(self, state: int, block: int) -> int:
-        """How many of a block's drafts are right, from 0 to `block` - 1: the run of eighths of
-        the state, read three bits at a time, that are below the agreement."""
+        """How many of a block's drafts are right, from 0 to `block` - 1: for each of them the state
+        throws a die with eight sides, and the first that is not below the agreement is wrong."""
         for right in range(block - 1):
-            if (state >> (3 * (right % 8))) % 8 >= self.agreement:
+            if (state * (2 * right + 1) % MODULUS >> 11) % 8 >= self.agreement:
                 return right
         return block - 1
 

@@ -26,6 +26,7 @@ from conformance.faults import (
     before,
 )
 from conformance.kv_faults import KV_FAULTS
+from conformance.loop_faults import LOOP_FAULTS
 from conformance.sut.source import locate
 from generators.exhaustive import Part, traces
 from reference.clauses import CLAUSES
@@ -34,7 +35,8 @@ OPERATIONS, SEED = 6000, 1
 LONGEST = 6  # operations in a shrunk trace
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-EVERY = {fault.name: fault for fault in (*FAULTS, *KERNEL_FAULTS, *WILD_FAULTS, *KV_FAULTS)}
+_REGISTRIES = (FAULTS, KERNEL_FAULTS, WILD_FAULTS, KV_FAULTS, LOOP_FAULTS)
+EVERY = {fault.name: fault for registry in _REGISTRIES for fault in registry}
 
 
 # -- the registry against real trees --------------------------------------------------------------
@@ -180,7 +182,7 @@ def test_every_clause_has_a_fault() -> None:
 
 def test_faults_are_told_apart() -> None:
     assert len(BY_NAME) == len(FAULTS)
-    assert len(EVERY) == len(FAULTS) + len(KERNEL_FAULTS) + len(WILD_FAULTS) + len(KV_FAULTS)
+    assert len(EVERY) == sum(map(len, _REGISTRIES))
     assert len({(fault.release, fault.edits) for fault in FAULTS}) == len(FAULTS)
     for fault in FAULTS:
         assert fault.summary.endswith("."), fault.name

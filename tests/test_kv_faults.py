@@ -40,7 +40,8 @@ class Found:
 
 def on_pools() -> list[Waiver]:
     """The packaged waivers whose witness has a KV pool."""
-    return [w for w in waivers.load() if w.case is None and w.trace["header"]["kv_tokens"]]
+    traced = [w for w in waivers.load() if "operations" in w.trace]
+    return [w for w in traced if w.trace["header"]["kv_tokens"]]
 
 
 def cover(waiver: Waiver) -> Cover:

@@ -210,6 +210,7 @@ def doubles(answers: frozenset[str], given: Settings) -> dict[str, Any]:
         capabilities=Settings(supports_triton=True),
         is_cuda_alike=_true if "is_cuda" in answers else _false,
         is_out_of_tree=_false,
+        **{name: _true if name in answers else _false for name in _PLATFORM_QUESTIONS},
     )
     for module in ("runtime_context", "server_args"):
         for name in _SETTINGS:

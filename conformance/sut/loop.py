@@ -203,6 +203,7 @@ class Loop:
             "req_to_token_pool": self.kv.pool,
             "token_to_kv_pool": memory,
             "tp_group": GROUP,
+            **dict.fromkeys(_READ_DONE),
         }
         self.runner = Settings(
             **common,
@@ -217,7 +218,6 @@ class Loop:
             kv_index_translator=self._translator(memory, draft=False),
             page_size=server.page,
             ps=Ranks(),
-            shared_read_done_event=None,
             ngram_embedding_manager=SimpleNamespace(enabled=False),
             **dict.fromkeys(_PLAIN_RUNNER, False),
             **dict.fromkeys(_RUNNER_LACKS),
@@ -229,7 +229,6 @@ class Loop:
             model_config=Settings(hf_config={"dflash_config": DRAFT_CONFIG}, vocab_size=WIDTH),
             forward=draft.forward,
             kv_index_translator=self._translator(memory, draft=True),
-            shared_read_done_event=None,
         )
         surface.settings.set(draft_worker=SimpleNamespace(model_runner=runner))
 
@@ -550,6 +549,10 @@ _PLAIN_MODEL = (
     "use_ngram_embedding",
 )
 """Of a model's configuration: it is none of these."""
+
+_READ_DONE = ("shared_read_done_event", "war_fastpath_read_done_event")
+"""Events of a runner that says when it has read what is shared; these say nothing, so that the
+scheduler waits for the whole forward."""
 
 _PLAIN_RUNNER = (
     "attn_tp_sequence_sharded",

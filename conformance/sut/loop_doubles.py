@@ -126,6 +126,7 @@ _TOLD = (
 """Functions that trace, probe or set what nobody reads here; they answer None."""
 
 _OFF = (
+    "can_use_store_cache",
     "get_is_capture_mode",
     "is_dsa_prefill_cp_in_seq_split",
     "is_gfx95_supported",
@@ -163,8 +164,6 @@ SETTINGS: dict[str, Any] = {
     "speculative_draft_window_size": None,
     "speculative_use_block_verification": False,
     "tp_group": GROUP,
-    "is_cuda": False,
-    "is_xpu": False,
     **dict.fromkeys(
         (
             "attn_dp_enabled",
@@ -176,6 +175,11 @@ SETTINGS: dict[str, Any] = {
             "enable_pd_role_switch",
             "enable_return_hidden_states",
             "enable_unified_memory",
+            "is_cuda",
+            "is_hip",
+            "is_npu",
+            "is_pin_memory_available",
+            "is_xpu",
         ),
         False,
     ),
@@ -187,10 +191,14 @@ _DOING = ("override", "set_server_args")
 """Methods of the settings that tell them something new; they stay as they are."""
 
 
-def settings(given: Settings) -> None:
-    """Add what the loop asks for to the server arguments."""
+def settings(given: Settings, answers: frozenset[str]) -> None:
+    """Add what the loop asks for to the server arguments.
+
+    Args:
+        answers: the platform questions that the device answers with yes.
+    """
     given.set(
-        **SETTINGS,
+        **{**SETTINGS, **dict.fromkeys(answers, True)},
         **dict.fromkeys(_DOING, _nothing),
         preserve_config=contextlib.nullcontext,
         is_config_namespace_published=_false,

@@ -115,7 +115,7 @@ REAL = (
     f"{_SRT}.speculative.dflash_utils",
     f"{_SRT}.speculative.spec_tp_sync",
     "sglang.kernels.ops.attention.position",
-    "sglang.kernels.ops.memory.cache_move",
+    "sglang.kernels.ops.kvcache.cache_move",
     "sglang.kernels.ops.speculative.cache_locs",
     *MODULES,
 )
@@ -253,7 +253,7 @@ def open_tree(
     """
     os.environ["SGLANG_IS_IN_CI"] = "1" if debug else "0"
     settings = doubles.settings()
-    loop_doubles.settings(settings)
+    loop_doubles.settings(settings, device.answers)
     found = doubles.doubles(device.answers, settings) | loop_doubles.doubles(settings)
     loader = Isolation(
         *(root, REAL, found),

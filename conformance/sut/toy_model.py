@@ -66,8 +66,8 @@ class Attention:
 
     def accepts(self, states: Tensor, block: int) -> Tensor:
         """Drafts that are right, see :meth:`reference.decoding.Model.accepts`."""
-        shifts = 3 * (self._places[: block - 1] % 8)
-        right = (states.unsqueeze(1) >> shifts) % 8 < self.model.agreement
+        dice = states.unsqueeze(1) * (2 * self._places[: block - 1] + 1) % MODULUS >> 11
+        right = dice % 8 < self.model.agreement
         return right.to(torch.int64).cumprod(1).sum(1)
 
 

@@ -308,7 +308,11 @@ class _Worker:
         return reason is None
 
     def _loop(
-        self, steps: int, seed: int, waivers: Sequence[dict[str, Any]] = ()
+        self,
+        steps: int,
+        seed: int,
+        waivers: Sequence[dict[str, Any]] = (),
+        stop_at_first: bool = False,
     ) -> dict[str, Any]:
         """Serve random schedules until the tree's loop has made `steps` decode steps."""
         from conformance import serving
@@ -339,6 +343,7 @@ class _Worker:
                 seed=seed,
                 waived=covers,
                 note=self._note_schedule(),
+                stop_at_first=stop_at_first,
                 progress=progress,
             )
             if outcome.gap is not None:
