@@ -21,7 +21,7 @@ COMPARED = 6
 _GAPS = 20
 """Schedules that the harness may be unable to run before nothing more is tried."""
 
-_SHRINKS = 200
+_SHRINKS = 120
 """Runs of the loop that making one failure small may take."""
 
 Note = Callable[[Schedule], None]
@@ -196,16 +196,17 @@ def minimize(
     best, shown = schedule, difference
     key = (difference.clause, difference.anomaly)
     compared = difference.clause in ("L2", "L3")
-    runs = 0
-    going = True
-    while going and runs < _SHRINKS:
-        going = False
-        for candidate in simpler(best):
-            runs += 1
-            seen = first(surface, candidate, waived, note, compared=compared)
-            if seen is not None and (seen.clause, seen.anomaly) == key:
-                best, shown, going = candidate, seen, True
+    place, smaller = 0, False
+    for _ in range(_SHRINKS):
+        candidates = list(simpler(best))
+        if place >= len(candidates):
+            if not smaller:
                 break
-            if runs >= _SHRINKS:
-                break
+            place, smaller = 0, False
+        candidate = candidates[place]
+        seen = first(surface, candidate, waived, note, compared=compared)
+        if seen is not None and (seen.clause, seen.anomaly) == key:
+            best, shown, smaller = candidate, seen, True
+        else:
+            place += 1
     return Deviation(shown, best)

@@ -333,6 +333,9 @@ def _arrival(dice: random.Random, header: Server, number: int, turn: int) -> Arr
 def simpler(schedule: Schedule) -> Iterator[Schedule]:
     """Schedules that say less, the boldest first; all of them legal."""
     header, requests = schedule.header, schedule.requests
+    plain = replace(header, **{n: v for n, v in _SIMPLE.items() if n not in _DICE})
+    if plain != header and all(plain.refusal(request) is None for request in requests):
+        yield replace(schedule, header=plain)
     if len(requests) > 2:
         half = len(requests) // 2
         yield replace(schedule, requests=requests[:half])
@@ -371,15 +374,18 @@ _SIMPLE: dict[str, Any] = {
 }
 """Values of settings that say nothing special."""
 
+_DICE = ("agreement", "seed")
+"""Settings that decide tokens and accept lengths."""
+
 
 def _simpler_request(request: Arrival) -> Iterator[Arrival]:
-    for at in {1, request.at // 2, request.at - 1}:
-        if 0 < at < request.at:
-            yield replace(request, at=at)
+    if request.at > 1:
+        yield replace(request, at=1)
+        yield replace(request, at=request.at - 1)
     if request.stops:
         yield replace(request, stops=())
     for name in ("limit", "prompt"):
         value = getattr(request, name)
-        for less in {1, value // 2, value - 4, value - 1}:
+        for less in sorted({1, value // 2, value - 1}):
             if 0 < less < value:
                 yield replace(request, **{name: less})
