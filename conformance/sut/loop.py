@@ -470,7 +470,8 @@ class Loop:
             self.surface.device.settle()
             self.service.house = self.kv.view()
         except (StandInUsed, HarnessGap):
-            raise
+            if not self._gave_up():
+                raise
         except Exception as error:
             self.service.error = _told(error)
             if self.service.error is None:
@@ -479,11 +480,13 @@ class Loop:
             self.service.outputs[number] = list(request.output_ids)[: request.finished_len]
             reason = request.finished_reason
             self.service.reasons[number] = "" if reason is None else type(reason).__name__
-        if self.service.error is None and not all(
-            getattr(self.worker, name) for name in _KERNEL_SWITCHES
-        ):
+        if self._gave_up():
             self.service.error = "the worker gave up a Triton kernel and went on without it"
         return self.service
+
+    def _gave_up(self) -> bool:
+        """Whether the worker runs a kernel no more, which it does after an exception."""
+        return not all(getattr(self.worker, name) for name in _KERNEL_SWITCHES)
 
     def _watch(self) -> None:
         """Look at every launch, result and retraction; what is called stays the tree's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 from conformance.sut.driver import Driver
 from conformance.sut.host_request import HarnessGap
@@ -67,16 +68,22 @@ def kv_pool(surface: Surface) -> str | None:
     return None
 
 
-def loop(surface: Surface) -> str | None:
+def loop(surface: Surface, note: Callable[[Schedule], None] | None = None) -> str | None:
     """Why the tree's event loop cannot be driven, or None.
+
+    Args:
+        note: called with each schedule before it runs, for crash reports.
 
     What it makes of requests is for the schedules; here one is served by either loop. An exception
     with which code says that it is used in a way it was not made for speaks of the harness.
     """
     for overlap in (True, False):
         server = Server(rows=1, overlap=overlap, debug=surface.debug)
+        schedule = Schedule(server, (Arrival(0, 1, 3, 4),))
+        if note is not None:
+            note(schedule)
         try:
-            made = Loop(surface, Schedule(server, (Arrival(0, 1, 3, 4),)))
+            made = Loop(surface, schedule)
         except Exception as error:  # pieces that are put together in a way not seen before
             text = " ".join(str(error).split())[:200]
             return f"the loop clauses are not checked: {type(error).__name__}: {text}"

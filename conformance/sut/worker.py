@@ -319,7 +319,7 @@ class _Worker:
         from conformance.sut import probes
 
         outcome, states = serving.Outcome(), dict[str, str]()
-        reason = probes.loop(self.surface)
+        reason = probes.loop(self.surface, self._note_schedule())
         if reason is not None:
             self.surface.notes.append(reason)
         else:
@@ -401,7 +401,7 @@ class _Worker:
         for name in ("mixed", "idle"):
             if getattr(parsed.header, name) and not getattr(self.surface.capabilities, name):
                 raise NotOnThisTree(f"the schedule asks for {name} batches, which the tree lacks")
-        reason = probes.loop(self.surface)
+        reason = probes.loop(self.surface, self._note_schedule())
         if reason is not None:
             raise NotOnThisTree(reason)
         found = serving.first(self.surface, parsed, note=self._note_schedule())
