@@ -56,29 +56,43 @@ def judge(schedule: Schedule, service: Service, counts: Counter[str]) -> Iterato
     """
     truth = Truth(schedule)
     astray: set[int] = set()
+    known = dict.fromkeys(truth.ends, 0)
     for result in service.results:
         for row in result.rows:
             if row.number not in astray:
-                found = list(_row(truth, result, row, counts))
+                found = list(_row(truth, result, row, known[row.number], counts))
+                known[row.number] = row.before + len(row.tokens)
                 # What follows a wrong output follows from it.
                 astray |= {row.number for difference in found if difference.clause == "L1"}
                 yield from found
     if service.error is not None:
-        if not astray:
-            yield Difference(
-                "L1", "unexpected-error", "loop-output", "loop", "the loop runs", service.error
-            )
+        yield Difference(
+            "L1", "unexpected-error", "loop-output", "loop", "the loop runs", service.error
+        )
         return
     for number, output in sorted(service.outputs.items()):
         counts["loop-output"] += 1
         if number not in astray:
-            yield from _output(truth.ends[number], output, number, service.reasons[number])
+            yield from _output(truth, service, number, output)
     yield from _house(schedule, service, counts)
 
 
-def _row(truth: Truth, result: Result, row: Row, counts: Counter[str]) -> Iterator[Difference]:
-    """One row of one result: the tokens that it brought, and how many a step committed."""
+def _row(
+    truth: Truth, result: Result, row: Row, known: int, counts: Counter[str]
+) -> Iterator[Difference]:
+    """One row of one result: the tokens that it brought, and how many a step committed.
+
+    Args:
+        known: output tokens that earlier results brought.
+    """
     where = f"r{row.number} in launch {result.launch} ({result.kind})"
+    if row.before != known:
+        yield Difference(
+            *("L1", "lost-update", "loop-output", f"output tokens before {where}"),
+            expected=str(known),
+            observed=str(row.before),
+        )
+        return
     if row.finished:
         if row.tokens:
             yield Difference(
@@ -88,7 +102,14 @@ def _row(truth: Truth, result: Result, row: Row, counts: Counter[str]) -> Iterat
             )
         return
     if not row.tokens:
-        return  # a chunk, or a step of a request that was retracted meanwhile
+        # A chunk brings none, nor a step of a request that was retracted meanwhile.
+        if result.kind == "decode" and not row.retracted:
+            yield Difference(
+                *("L1", "cut-short", "loop-output", f"output tokens of {where}"),
+                str(truth.tokens(row.number)[row.before : row.before + 1]),
+                "none",
+            )
+        return
     counts["loop-output"] += 1
     end = row.before + len(row.tokens)
     expected = truth.tokens(row.number)[row.before : end]
@@ -143,10 +164,23 @@ def _whose(truth: Truth, row: Row) -> str:
 
 
 def _output(
-    expected: list[int], observed: list[int], number: int, reason: str
+    truth: Truth, service: Service, number: int, observed: list[int]
 ) -> Iterator[Difference]:
-    """The output that a request ended with."""
+    """The output that a request ended with, and why it is said to have ended."""
+    expected, request = truth.ends[number], truth.request(number)
+    reason, matched = service.reasons[number], service.matched.get(number)
     if observed == expected and reason in _ENDS:
+        stopped, limited = expected[-1] in request.stops, len(expected) == request.limit
+        # A token that does both may be called either.
+        named = (reason == "FINISH_MATCHED_TOKEN" and stopped and matched == expected[-1]) or (
+            reason == "FINISH_LENGTH" and limited
+        )
+        if not named:
+            yield Difference(
+                *("L1", "wrong-value", "loop-output", f"reason for which r{number} ended"),
+                f"stop token {expected[-1]}" if stopped else "its limit",
+                f"{reason}{f' {matched}' if matched is not None else ''}",
+            )
         return
     if observed[: len(expected)] == expected and len(observed) > len(expected):
         anomaly = "past-end"
@@ -181,16 +215,21 @@ def _house(schedule: Schedule, service: Service, counts: Counter[str]) -> Iterat
         ("rows", house.free_rows, range(1, header.rows + 1)),
     ):
         twice = sorted(item for item, count in Counter(free).items() if count > 1)
+        strange = sorted(set(free) - set(whole))
         lost = sorted(set(whole) - set(free))
-        if twice or lost:
-            yield Difference(
-                "K5",
-                "double-free" if twice else "leaked-slot",
-                "loop-house",
-                f"free {what} when all requests have ended",
-                f"each of the {len(whole)} once",
-                f"{_some(twice)} twice" if twice else f"{_some(lost)} missing",
-            )
+        for items, anomaly, text in (
+            (twice, "double-free", "twice"),
+            (strange, "phantom-row", "that nobody may be given"),
+            (lost, "leaked-slot", "missing"),
+        ):
+            if items:
+                yield Difference(
+                    *("K5", anomaly, "loop-house"),
+                    f"free {what} when all requests have ended",
+                    f"each of the {len(whole)} once",
+                    f"{_some(items)} {text}",
+                )
+                break
 
 
 def _some(items: list[int]) -> str:

@@ -98,6 +98,7 @@ def differences(
     outcome.steps += second.decodes
     outcome.reached["loop-overlap"] += len(numbers)
     yield from compare("L3", "loop-overlap", service, second, numbers)
+    yield from judge(other.schedule, second, outcome.reached)
     for request in schedule.requests[-1:]:
         alone = Loop(surface, replace(schedule, requests=(request,))).run()
         outcome.steps += alone.decodes
@@ -113,6 +114,7 @@ def check(
     waived: Sequence[Cover] = (),
     note: Note | None = None,
     stop_at_first: bool = False,
+    shrinking: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outcome:
     """Serve random schedules until the loop has made `steps` decode steps.
@@ -121,6 +123,7 @@ def check(
         seed: of the schedules; the same seed gives the same result.
         waived: deviations to record without making them small.
         stop_at_first: stop after the first deviation without waiver (in seeded-fault runs).
+        shrinking: whether what deviates is made small.
     """
     outcome = Outcome()
     found: dict[tuple[tuple[str, str], str | None], Deviation] = {}
@@ -151,9 +154,11 @@ def check(
             if entry is not None:
                 entry.count += name not in met
             elif cover is not None:
-                found[key, cover.name] = Deviation(difference, schedule, 1, cover.name)
+                found[name] = Deviation(difference, schedule, 1, cover.name)
+            elif shrinking:
+                found[name] = minimize(surface, schedule, difference, waived, note)
             else:
-                found[key, None] = minimize(surface, schedule, difference, waived, note)
+                found[name] = Deviation(difference, schedule)
             met.add(name)
             if cover is None and difference.clause != "L4":
                 break  # what follows may follow from it; lost speed leaves the text as it is

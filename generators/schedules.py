@@ -256,8 +256,8 @@ SITUATIONS = (
 
 # -- inventing -------------------------------------------------------------------------------------
 
-SAMPLED_BLOCK = 16
-"""The other block size, of one schedule in :data:`SAMPLED`."""
+SAMPLED_BLOCKS = (16, 5, 16, 8)
+"""The other block sizes, in turn, of one schedule in :data:`SAMPLED`."""
 SAMPLED = 12
 
 
@@ -280,14 +280,14 @@ def _schedule(
 ) -> Schedule:
     large = number % SAMPLED == SAMPLED - 1
     page = dice.choice((1, 1, 1, 16, 64))
-    rows = dice.choice((1, 2, 3, 3, 4))
+    rows = dice.choice((1, 2, 3, 3, 4, 4))
     header = Server(
-        block=SAMPLED_BLOCK if large else 4,
+        block=SAMPLED_BLOCKS[number // SAMPLED % len(SAMPLED_BLOCKS)] if large else 4,
         page=page,
         rows=rows,
         context=dice.choice((40, 64, 96)) + (2 * page if page > 1 else 0) + 32 * large,
-        mixed=mixed and dice.random() < 0.3,
-        overlap=dice.random() < 0.8,
+        mixed=mixed and dice.random() < 0.4,
+        overlap=dice.random() < 0.7,
         ratio=dice.choice((10, 30, 100)),
         idle=idle and dice.random() < 0.3,
         needs_cpu_seq_lens=dice.random() < 0.6,
@@ -303,13 +303,13 @@ def _schedule(
         header,
         kv_tokens=(alone + spare) * page,
         chunk=max(page, dice.choice((8, 16, 64, 64))),
-        retract_every=dice.choice((0, 0, 0, 0, 0, 7)),
+        retract_every=dice.choice((0, 0, 0, 3, 5, 7)),
     )
     requests = []
     turn = 1
     for name in range(dice.randint(2, 6)):
         requests.append(_arrival(dice, header, name, turn))
-        turn += dice.choice((0, 0, 1, 2, 5, 12))
+        turn += dice.choice((0, 0, 1, 1, 2, 5, 12))
     return Schedule(header, tuple(requests))
 
 
@@ -323,7 +323,7 @@ def _arrival(dice: random.Random, header: Server, number: int, turn: int) -> Arr
     stops: tuple[int, ...] = ()
     if dice.random() < 0.4:
         output = greedy(header.model, header.model.prompt(number, prompt), limit)
-        stops = (dice.choice(output[len(output) // 3 :]),)
+        stops = tuple(dice.choices(output[len(output) // 3 :], k=dice.choice((1, 1, 2))))
     return Arrival(number, turn, prompt, limit, stops)
 
 

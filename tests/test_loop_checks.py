@@ -146,14 +146,35 @@ def test_a_request_must_end_for_its_own_reason() -> None:
     assert names(service) == [("L1", "cut-short")]
 
 
-def test_an_error_is_told_unless_outputs_were_wrong_before() -> None:
+def test_an_error_is_told_after_what_was_wrong_before() -> None:
     service = served()
     service.error, service.house = "IndexError in run_batch: out of range", None
     assert names(service) == [("L1", "unexpected-error")]
     index, row = a_decode()
     service = with_row(index, tokens=tuple((t + 1) % 61 for t in row.tokens))
     service.error, service.house = "IndexError in run_batch: out of range", None
+    assert names(service) == [("L1", "wrong-value"), ("L1", "unexpected-error")]
+
+
+def test_a_decode_brings_a_token_unless_its_request_was_retracted() -> None:
+    index, _ = a_decode()
+    assert names(with_row(index, tokens=()))[0] == ("L1", "cut-short")
+    retracted = names(with_row(index, tokens=(), retracted=True))
+    assert retracted[0] == ("L1", "lost-update")  # as nothing was prefilled again
+
+
+def test_the_reason_must_be_the_right_one() -> None:
+    service = served()
+    service.reasons[0], service.matched[0] = "FINISH_MATCHED_TOKEN", 7
     assert names(service) == [("L1", "wrong-value")]
+    stop = served().outputs[0][-1]
+    first, *others = SCHEDULE.requests
+    stopping = Schedule(SERVER, (replace(first, limit=30, stops=(stop,)), *others))
+    service = served()
+    service.outputs[0] = stopping.output(stopping.requests[0])
+    if len(service.outputs[0]) == len(served().outputs[0]):
+        told = [(d.clause, d.anomaly) for d in judge(stopping, service, Counter())]
+        assert ("L1", "wrong-value") in told
 
 
 @pytest.mark.parametrize(
@@ -161,6 +182,7 @@ def test_an_error_is_told_unless_outputs_were_wrong_before() -> None:
     [
         ({"free": list(range(2, 65))}, "leaked-slot"),
         ({"free": [1, *range(1, 65)]}, "double-free"),
+        ({"free": list(range(65))}, "phantom-row"),
         ({"free_rows": [1]}, "leaked-slot"),
         ({"free_rows": [1, 2, 2]}, "double-free"),
     ],

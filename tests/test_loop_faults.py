@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from generators.schedules import Arrival, Schedule, Server
 STEPS, SEED = 600, 1
 SLOW = ("L4", "lost-speed")
 BY_NAME = {fault.name: fault for fault in LOOP_FAULTS}
-REQUESTS = 2  # requests of a schedule that was made small
+REQUESTS, TOKENS = 2, 30  # of a schedule that was made small
 
 TOGETHER = (Arrival(0, 1, 5, 8), Arrival(1, 1, 7, 8))
 GIVEN = {
@@ -36,17 +37,37 @@ def name_of(deviation: dict[str, Any]) -> tuple[str, str]:
     return deviation["clause"], deviation["anomaly"]
 
 
+def first_of_its_kind() -> Iterator[str]:
+    """One fault for every name that is expected."""
+    seen = set()
+    for name, fault in BY_NAME.items():
+        if name not in GIVEN and fault.expect not in seen:
+            seen.add(fault.expect)
+            yield name
+
+
+def search(pool: Pool, root: Path, name: str, *, shrinking: bool) -> dict[str, Any]:
+    request = {"do": "loop", "steps": STEPS, "seed": SEED, "stop_at_first": True}
+    return ask(pool, root, name, {**request, "shrinking": shrinking})
+
+
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in GIVEN])
 def test_fault_is_found_by_schedules_alone(name: str, pool: Pool, newest: Tree) -> None:
     fault = BY_NAME[name]
-    request = {"do": "loop", "steps": STEPS, "seed": SEED, "stop_at_first": True}
-    result = ask(pool, newest.root, name, request)
+    result = search(pool, newest.root, name, shrinking=False)
     assert {edit.module for edit in fault.edits} <= set(result["surface"]["real"])
     assert result["deviations"], f"{STEPS} steps did not show it: {fault.summary}"
-    first = result["deviations"][0]
-    assert name_of(first) in (fault.expect, *fault.also)
+    assert name_of(result["deviations"][0]) in (fault.expect, *fault.also)
+
+
+@pytest.mark.parametrize("name", first_of_its_kind())
+def test_what_is_found_is_made_small(name: str, pool: Pool, newest: Tree) -> None:
+    first = search(pool, newest.root, name, shrinking=True)["deviations"][0]
     small = Schedule.from_json(first["trace"])
     assert len(small.requests) <= REQUESTS, small.lines()
+    assert sum(request.prompt + request.limit for request in small.requests) < TOKENS
+    again = ask(pool, newest.root, name, {"do": "replay", "trace": first["trace"]})["deviation"]
+    assert name_of(again) == name_of(first)
 
 
 @pytest.mark.parametrize("name", GIVEN)

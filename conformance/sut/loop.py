@@ -69,6 +69,7 @@ class Row:
         tokens: output tokens that it learned.
         commits: tokens that the step says it committed; None for a prefill's row.
         finished: whether the request had finished before.
+        retracted: whether it was retracted while the step was in flight.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Row:
     tokens: tuple[int, ...]
     commits: int | None
     finished: bool
+    retracted: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ class Service:
 
     Attributes:
         results: in the order they were processed.
-        outputs: by request, its output when the loop came to an end.
-        reasons: by request, name of the reason it finished for, "" where it did not.
+        outputs: by request, what its client was last told that it has put out.
+        reasons: by request, name of the reason it finished for, as its client was told; "" where
+            it was not.
+        matched: by request, the token that its reason names, or None.
         retracted: how often requests were retracted, and how often for want of memory.
         slots: by request, the rows of the request pool that it was given.
         house: the KV cache when all was over, None where the loop raised.
@@ -111,6 +115,7 @@ class Service:
     results: list[Result] = field(default_factory=list)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
+    matched: dict[int, int | None] = field(default_factory=dict)
     retracted: int = 0
     starved: int = 0
     slots: dict[int, list[int]] = field(default_factory=dict)
@@ -142,7 +147,7 @@ class Loop:
         self.requests: dict[int, Any] = {}
         self._arriving = sorted(schedule.requests, key=lambda request: request.at)
         self._turn = self._launches = 0
-        self._kinds: dict[int, tuple[int, str]] = {}
+        self._kinds: dict[int, tuple[Any, int, str]] = {}
         set_plan_stream(server.plan_stream)
         surface.settings.set(
             speculative_num_draft_tokens=server.block,
@@ -329,7 +334,7 @@ class Loop:
             "metrics_reporter": quiet,
             "model_config": self.config,
             "model_worker": self.worker,
-            "output_streamer": quiet,
+            "output_streamer": Quiet(stream_output=self._stream_output),
             "req_to_token_pool": kv.pool,
             "server_args": surface.settings,
             "token_to_kv_pool_allocator": kv.allocator,
@@ -432,6 +437,14 @@ class Loop:
         self.requests[arrival.number] = request
         return request
 
+    def _stream_output(self, requests: list[Any], *_: Any, **__: Any) -> None:
+        """Clients are told what their requests have put out."""
+        for request in requests:
+            number, reason = int(request.rid), request.finished_reason
+            self.service.outputs[number] = list(request.output_ids_through_stop)
+            self.service.reasons[number] = "" if reason is None else type(reason).__name__
+            self.service.matched[number] = getattr(reason, "matched", None)
+
     def maybe_prepare_mlp_sync_batch(self, batch: Any, need_sync: bool | None = None) -> Any:
         """Data parallelism asks a server without work for an idle batch."""
         server = self.schedule.header
@@ -473,13 +486,17 @@ class Loop:
             if not self._gave_up():
                 raise
         except Exception as error:
+            lacking = getattr(error, "obj", None)
+            if isinstance(error, AttributeError) and type(lacking).__module__ in _DOUBLES:
+                raise HarnessGap(f"the loop: {error}") from error
             self.service.error = _told(error)
             if self.service.error is None:
                 raise
-        for number, request in self.requests.items():
-            self.service.outputs[number] = list(request.output_ids)[: request.finished_len]
-            reason = request.finished_reason
-            self.service.reasons[number] = "" if reason is None else type(reason).__name__
+        for number in self.requests:
+            self.service.outputs.setdefault(number, [])
+            self.service.reasons.setdefault(number, "")
+        if self._kinds and self.service.error is None:
+            self.service.error = f"{len(self._kinds)} launches whose result was never processed"
         if self._gave_up():
             self.service.error = "the worker gave up a Triton kernel and went on without it"
         return self.service
@@ -503,16 +520,23 @@ class Loop:
                 if kind in ("prefill", "mixed") and slot is not None and slot not in slots[-1:]:
                     slots.append(slot)
             result = run_batch(batch, *arguments, **named)
-            self._kinds[id(result)] = (self._launches, kind)
+            self._kinds[id(result)] = (result, self._launches, kind)
             return result
 
         def processed(batch: Any, result: Any, *arguments: Any, **named: Any) -> Any:
-            launch_number, kind = self._kinds.pop(id(result))
-            before = [(len(r.output_ids), r.finished()) for r in batch.reqs]
+            if id(result) not in self._kinds:
+                self.service.error = "a result was processed twice"
+                raise _Over
+            _, launch_number, kind = self._kinds.pop(id(result))
+            requests = list(batch.reqs)
+            before = [
+                (len(r.output_ids), r.finished(), bool(getattr(r, "is_retracted", False)))
+                for r in requests
+            ]
             done = process(batch, result, *arguments, **named)
-            commits: list[int | None] = [None] * len(batch.reqs)
-            if kind == "decode":
-                commits = [int(length) for length in _listed(result.accept_lens)]
+            commits: list[int | None] = [None] * len(requests)
+            if kind == "decode" and result.accept_lens is not None:
+                commits[:] = [int(length) for length in _listed(result.accept_lens)]
             rows = tuple(
                 Row(
                     int(request.rid),
@@ -520,9 +544,10 @@ class Loop:
                     tuple(list(request.output_ids)[known:]),
                     commits[row] if row < len(commits) else None,
                     finished,
+                    retracted,
                 )
-                for row, (request, (known, finished)) in enumerate(
-                    zip(batch.reqs, before, strict=True)
+                for row, (request, (known, finished, retracted)) in enumerate(
+                    zip(requests, before, strict=True)
                 )
             )
             self.service.results.append(Result(launch_number, kind, rows))
@@ -642,6 +667,11 @@ _SCHEDULER_TELLS = (
 )
 """What a scheduler tells things that nobody listens to here."""
 
+
+_DOUBLES = frozenset(
+    {"types", *(f"conformance.sut.{name}" for name in ("loop", "loop_doubles", "toy_model"))}
+)
+"""Modules of classes that the harness gives the tree; what they lack is the harness's doing."""
 
 _HARNESS = Path(__file__).parents[1]
 

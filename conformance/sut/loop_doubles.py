@@ -163,6 +163,7 @@ SETTINGS: dict[str, Any] = {
     "speculative_draft_model_path": None,
     "speculative_draft_window_size": None,
     "speculative_use_block_verification": False,
+    "weight_version": None,
     "tp_group": GROUP,
     **dict.fromkeys(
         (

@@ -145,6 +145,7 @@ class Draft:
 
     def __init__(self, attention: Attention, table: Tensor, pool: Any) -> None:
         self.attention, self.table, self.pool = attention, table, pool
+        self._columns = torch.arange(table.shape[1], device=table.device)
 
     def forward(self, batch: Any) -> Record:
         """Propose a block behind each request's bonus token.
@@ -166,7 +167,12 @@ class Draft:
         rows = self.table[batch.req_pool_indices.to(torch.int64)]
         states = self.attention.states(found, rows, planned(batch))
         states = self.attention.after(states, own.view(-1, block)[:, 0])
-        right = self.attention.accepts(states, block)
+        # It was trained on mask tokens behind the first, at the slots that the row has for them.
+        places = batch.seq_lens.to(torch.int64).unsqueeze(1) + self._columns[:block]
+        mine = rows.gather(1, places.clamp(max=rows.shape[1] - 1)).to(torch.int64)
+        asks = (asked.view(-1, block)[:, 1:] == MASK).all(1)
+        there = ((slots.view(-1, block) == mine) | (places >= rows.shape[1])).all(1)
+        right = self.attention.accepts(states, block) * (asks & there)
         positions = batch.positions.view(-1, block)
         proposals = [torch.zeros_like(positions[:, 0])]
         for place in range(1, block):
@@ -181,13 +187,20 @@ class Draft:
 def planned(batch: Any) -> Tensor:
     """Lengths of a forward's histories, cut where the host did not plan for more.
 
-    Attention's plans are made from host lengths; those may be too large, never too small.
+    Attention's plans are made from host lengths and their sum; those may be too large, never too
+    small. A prefill's prefix and new tokens must come to its length.
     """
     lengths: Tensor = batch.seq_lens.to(torch.int64)
-    if batch.seq_lens_cpu is None:
-        return lengths
-    bound = batch.seq_lens_cpu.to(device=lengths.device, dtype=torch.int64, non_blocking=True)
-    return torch.minimum(lengths, bound)
+    seen = lengths
+    if batch.seq_lens_cpu is not None:
+        bound = batch.seq_lens_cpu.to(device=lengths.device, dtype=torch.int64, non_blocking=True)
+        seen = torch.minimum(seen, bound)
+    if batch.seq_lens_sum is not None:
+        seen = torch.where(lengths.sum() <= batch.seq_lens_sum, seen, 0)
+    if batch.extend_seq_lens is not None and batch.extend_prefix_lens is not None:
+        extended = (batch.extend_prefix_lens + batch.extend_seq_lens).to(torch.int64)
+        seen = torch.where(extended == lengths, seen, 0)
+    return seen
 
 
 class DraftAttention:

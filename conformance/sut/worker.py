@@ -313,6 +313,7 @@ class _Worker:
         seed: int,
         waivers: Sequence[dict[str, Any]] = (),
         stop_at_first: bool = False,
+        shrinking: bool = True,
     ) -> dict[str, Any]:
         """Serve random schedules until the tree's loop has made `steps` decode steps."""
         from conformance import serving
@@ -344,6 +345,7 @@ class _Worker:
                 waived=covers,
                 note=self._note_schedule(),
                 stop_at_first=stop_at_first,
+                shrinking=shrinking,
                 progress=progress,
             )
             if outcome.gap is not None:
