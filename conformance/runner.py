@@ -104,14 +104,14 @@ PROFILES = {
             both=True,
             kernels=True,
             kv=8_000,
-            loop=10_000,
+            loop=5_000,
         ),
         Profile(
             *("nightly", 8_000_000, 2_000_000, 20_000, 5, (4, 5, 2)),
             both=True,
             kernels=True,
             kv=200_000,
-            loop=200_000,
+            loop=100_000,
         ),
     )
 }

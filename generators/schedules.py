@@ -258,7 +258,10 @@ SITUATIONS = (
 
 SAMPLED_BLOCKS = (16, 5, 16, 8)
 """The other block sizes, in turn, of one schedule in :data:`SAMPLED`."""
-SAMPLED = 12
+SAMPLED = 10
+THEMES = 5
+"""Of so many schedules one mixes, one idles and one crowds its pool, so that a few do all of it."""
+_MIXING, _IDLING, _LARGE, _CROWDED = range(4)
 
 
 def schedules(seed: int, *, mixed: bool, idle: bool, debug: bool) -> Iterator[Schedule]:
@@ -278,18 +281,21 @@ def schedules(seed: int, *, mixed: bool, idle: bool, debug: bool) -> Iterator[Sc
 def _schedule(
     dice: random.Random, number: int, *, mixed: bool, idle: bool, debug: bool
 ) -> Schedule:
-    large = number % SAMPLED == SAMPLED - 1
-    page = dice.choice((1, 1, 1, 16, 64))
+    theme = number % THEMES
+    large, crowded = number % SAMPLED == _LARGE, theme == _CROWDED
+    page = 1 if crowded else dice.choice((1, 1, 1, 16, 64))
     rows = dice.choice((1, 2, 3, 3, 4, 4))
     header = Server(
         block=SAMPLED_BLOCKS[number // SAMPLED % len(SAMPLED_BLOCKS)] if large else 4,
         page=page,
         rows=rows,
-        context=dice.choice((40, 64, 96)) + (2 * page if page > 1 else 0) + 32 * large,
-        mixed=mixed and dice.random() < 0.4,
+        context=(40 if crowded else dice.choice((40, 64, 96)))
+        + (2 * page if page > 1 else 0)
+        + 32 * large,
+        mixed=mixed and (theme == _MIXING or dice.random() < 0.2),
         overlap=dice.random() < 0.7,
         ratio=dice.choice((10, 30, 100)),
-        idle=idle and dice.random() < 0.3,
+        idle=idle and (theme == _IDLING or dice.random() < 0.2),
         needs_cpu_seq_lens=dice.random() < 0.6,
         plan_stream=dice.random() < 0.3,
         debug=debug,
@@ -305,11 +311,17 @@ def _schedule(
         chunk=max(page, dice.choice((8, 16, 64, 64))),
         retract_every=dice.choice((0, 0, 0, 3, 5, 7)),
     )
+    if crowded:
+        header = replace(header, rows=3, kv_tokens=alone + 8, ratio=10, chunk=64, retract_every=0)
+        crowd = (Arrival(name, 1, dice.randint(2, 9), header.longest() - 12) for name in range(4))
+        return Schedule(header, tuple(crowd))
     requests = []
     turn = 1
     for name in range(dice.randint(2, 6)):
         requests.append(_arrival(dice, header, name, turn))
         turn += dice.choice((0, 0, 1, 1, 2, 5, 12))
+    if theme == _IDLING:
+        requests.append(_arrival(dice, header, len(requests), turn + 60))
     return Schedule(header, tuple(requests))
 
 

@@ -218,7 +218,7 @@ def one_of_a_kind() -> Iterator[Any]:
         seen.add(kind)
 
 
-@pytest.mark.parametrize("name", one_of_a_kind())
+@pytest.mark.parametrize("name", list(one_of_a_kind()))
 def test_the_emitted_test_tells_the_faulty_tree_from_the_right_one(
     name: str, clean: Callable[[Fault], Process], tmp_path: Path
 ) -> None:
