@@ -105,6 +105,19 @@ def _cover(waiver: dict[str, Any], *, shown: bool = True) -> Cover:
     return Cover(**{name: waiver[name] for name in names}, shown=shown)
 
 
+def _active(
+    deviation: Any,
+    header: Any,
+    waivers: Sequence[dict[str, Any]],
+    witness: Callable[[dict[str, Any]], tuple[str, Any]],
+) -> str | None:
+    """Name of the waiver that covers a deviation and whose witness shows it on this tree."""
+    for waiver in waivers:
+        if _cover(waiver).covers(deviation.difference, header) and witness(waiver)[0] == "active":
+            return str(waiver["name"])
+    return None
+
+
 def _case(data: dict[str, Any]) -> Case:
     """Read a kernel case; one that is malformed is the caller's to solve."""
     from conformance.errors import UserError
@@ -376,12 +389,17 @@ class _Worker:
     def _loop_witness(self, waiver: dict[str, Any]) -> tuple[str, Any]:
         """As :meth:`_witness`, of a waiver whose witness is a schedule."""
         from conformance import serving
+        from conformance.sut.host_request import HarnessGap
+        from conformance.sut.isolation import StandInUsed
         from generators.schedules import Schedule
 
         schedule = Schedule.from_json(waiver["trace"])
         if schedule.header.debug != self.surface.debug:
             return "elsewhere", None
-        found = serving.first(self.surface, schedule, note=self._note_schedule())
+        try:
+            found = serving.first(self.surface, schedule, note=self._note_schedule())
+        except (StandInUsed, HarnessGap):
+            return "stale", None
         if found is None or (found.clause, found.anomaly) != (waiver["clause"], waiver["anomaly"]):
             return "stale", None
         return "active", serving.Deviation(found, schedule, 0, waiver["name"])
@@ -409,11 +427,8 @@ class _Worker:
         found = serving.first(self.surface, parsed, note=self._note_schedule())
         deviation = None if found is None else serving.Deviation(found, parsed)
         if deviation is not None:
-            for waiver in waivers:
-                covers = _cover(waiver).covers(deviation.difference, parsed.header)
-                mine = "requests" in waiver["trace"]
-                if covers and mine and self._loop_witness(waiver)[0] == "active":
-                    deviation.waiver = waiver["name"]
+            served = [waiver for waiver in waivers if "requests" in waiver["trace"]]
+            deviation.waiver = _active(deviation, parsed.header, served, self._loop_witness)
         return {
             "deviation": deviation.as_json() if deviation else None,
             "surface": self.surface.as_json(),
@@ -570,11 +585,8 @@ class _Worker:
         note = (lambda index: recorder(parsed, index)) if recorder is not None else None
         deviation = replay_one(self.surface, parsed, note)
         if deviation is not None:
-            for waiver in waivers:
-                covers = _cover(waiver).covers(deviation.difference, parsed.header)
-                mine = "operations" in waiver["trace"]
-                if covers and mine and self._witness(waiver)[0] == "active":
-                    deviation.waiver = waiver["name"]
+            played = [waiver for waiver in waivers if "operations" in waiver["trace"]]
+            deviation.waiver = _active(deviation, parsed.header, played, self._witness)
         return {
             "deviation": deviation.as_json() if deviation else None,
             "surface": self.surface.as_json(),
