@@ -105,11 +105,10 @@ class Service:
         reasons: by request, name of the reason it finished for, as its client was told; "" where
             it was not.
         matched: by request, the token that its reason names, or None.
-        retracted: how often requests were retracted, and how often for want of memory.
+        retracted, starved: how often requests were retracted, and how often for want of memory.
         slots: by request, the rows of the request pool that it was given.
         house: the KV cache when all was over, None where the loop raised.
         error: what the tree raised, in one line with its place, or None.
-        idle: idle batches that were run.
     """
 
     results: list[Result] = field(default_factory=list)
