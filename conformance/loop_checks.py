@@ -15,6 +15,9 @@ from conformance.sut.loop import Result, Row, Service
 from generators.schedules import Arrival, Schedule
 from reference.decoding import continuation, drafts_accepted
 
+CALLS = ("loop-output", "loop-accept", "loop-house", "loop-overlap", "loop-company")
+"""What is judged here, as clauses name it."""
+
 _TAIL = 12
 """Tokens that are printed of an output."""
 

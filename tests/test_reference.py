@@ -111,10 +111,11 @@ def test_relay_refuses_to_be_consumed_twice_under_debug() -> None:
 def test_clauses_are_numbered_once_and_say_where_they_are_checked() -> None:
     from conformance.kernels.catalog import KERNELS
     from conformance.kernels.misuse import CALL, WILD_CALL
+    from conformance.loop_checks import CALLS
     from conformance.verdict import CHECKS
 
     kernels = {kernel.call_name for kernel in KERNELS.values()}
-    checked = {*CHECKS, *kernels, CALL, WILD_CALL, "kernel-nothing"}
+    checked = {*CHECKS, *CALLS, *kernels, CALL, WILD_CALL, "kernel-nothing"}
     for clause in CLAUSES.values():
         assert clause.calls
         assert clause.statement.endswith(".")

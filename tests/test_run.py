@@ -152,13 +152,17 @@ def test_a_waiver_covers_exactly_what_its_witness_shows(
     )
 
 
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def test_a_dead_worker_is_a_deviation_that_says_where_it_was(newest: Tree, pool: Pool) -> None:
     killed: list[int] = []
 
     def kill(job: Job, operations: int) -> None:
         if not killed:
-            children = Path(f"/proc/{pool.server_pid}/task/{pool.server_pid}/children").read_text()
-            killed.append(int(children.split()[0]))
+            worker = children_of(pool.server_pid)[0]
+            killed.append(children_of(worker)[0])  # which serves the job
             os.kill(killed[0], signal.SIGSEGV)
 
     long = Profile("long", 5_000, 100, 0)
@@ -343,8 +347,8 @@ def test_a_tree_whose_kv_pools_cannot_be_driven_is_told_in_one_line(
 
 
 def test_what_is_not_covered_depends_on_the_device() -> None:
-    def lines(device: str, *, kernels: bool, kv: bool = True) -> str:
-        return "\n".join(document.not_covered(device, kernels=kernels, kv=kv))
+    def lines(device: str, *, kernels: bool, kv: bool = True, loop: bool = True) -> str:
+        return "\n".join(document.not_covered(device, kernels=kernels, kv=kv, loop=loop))
 
     on_cpu, on_gpu = lines("cpu", kernels=True), lines("cuda", kernels=True)
     assert "inert on CPU tensors" in on_cpu
@@ -362,18 +366,21 @@ def test_what_is_not_covered_depends_on_the_device() -> None:
         assert "2**31" not in without
         assert "K1 to K7" not in with_kernels
         assert "K1 to K7" in lines(device, kernels=True, kv=False)
+        assert "target and draft are toys" in with_kernels
+        assert "the scheduler's own loop" not in with_kernels
+        assert "the scheduler's own loop" in lines(device, kernels=True, loop=False)
 
 
 def test_a_report_names_its_device(healthy: TreeReport) -> None:
     report = as_document(healthy)
     assert report["environment"]["device"] == report["trees"][0]["device"] == "cpu"
-    assert report["not_covered"] == document.not_covered("cpu", kernels=False, kv=False)
+    assert report["not_covered"] == document.not_covered("cpu", kernels=False, kv=False, loop=False)
     kernels = {"prepare": {"module": "m", "digest": "d", "checked_on": "0.5.23"}}
     named = {**healthy.surface, "device": "NVIDIA H200"}
     gpu = as_document(replace(healthy, device="cuda", kernels=kernels, surface=named))
     assert gpu["environment"]["device"] == "NVIDIA H200"
     assert gpu["trees"][0]["device"] == "cuda"
-    assert gpu["not_covered"] == document.not_covered("cuda", kernels=True, kv=False)
+    assert gpu["not_covered"] == document.not_covered("cuda", kernels=True, kv=False, loop=False)
 
 
 WAIVER = """
