@@ -307,8 +307,7 @@ def plan(
                 }
                 jobs.append(Job(f"{label}, {name}", configured, request))
     # Compiling takes long: it begins early, beside the first shard.
-    begin = jobs[:1]
-    jobs.sort(key=lambda job: (job not in begin, not job.config.compiled))
+    jobs[1:] = sorted(jobs[1:], key=lambda job: not job.config.compiled)
     # A gate plays these on two trees, and once more to record them: half of them take as long.
     pooled_budget = profile.kv if common is None else profile.kv // 2
     for shard, start in enumerate(range(0, pooled_budget, KV_SHARD)):

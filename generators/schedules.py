@@ -100,6 +100,10 @@ class Server:
         whole = (self.kv_tokens // self.page - 1) * self.page
         return min(room, whole - BLOCKS_AHEAD * self.block - 1)
 
+    def room(self, prompt: int) -> int:
+        """Output tokens for which the KV pool has room beside a prompt, as admission counts."""
+        return self.kv_tokens - pages(prompt, self.page) * self.page - self.page - 1
+
     def refusal(self, request: Arrival) -> str | None:
         """Why a request cannot arrive at this server, or None."""
         if request.prompt > self.context - PROMPT_MARGIN:
@@ -109,8 +113,7 @@ class Server:
                 f"{request.prompt} prompt tokens and {request.limit} more do not fit: together "
                 f"at most {self.longest()}"
             )
-        room = self.kv_tokens - pages(request.prompt, self.page) * self.page - self.page - 1
-        if request.limit > room:
+        if request.limit > self.room(request.prompt):
             return f"the KV pool has no room for {request.limit} output tokens"
         return None
 
@@ -330,8 +333,7 @@ def _arrival(dice: random.Random, header: Server, number: int, turn: int) -> Arr
     prompt = dice.choice((1, dice.randint(1, 12), dice.randint(1, 12), dice.randint(12, 40)))
     prompt = max(1, min(prompt, room - 8, header.context - PROMPT_MARGIN))
     limit = dice.choice((1, dice.randint(2, 12), dice.randint(12, 30), room))
-    pool = header.kv_tokens - pages(prompt, header.page) * header.page - header.page - 1
-    limit = max(1, min(limit, room - prompt, pool))
+    limit = max(1, min(limit, room - prompt, header.room(prompt)))
     stops: tuple[int, ...] = ()
     if dice.random() < 0.4:
         output = greedy(header.model, header.model.prompt(number, prompt), limit)

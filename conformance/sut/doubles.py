@@ -87,7 +87,7 @@ class _Quiet:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing
+        return nothing
 
 
 class _Handle:
@@ -97,7 +97,8 @@ class _Handle:
         self.__dict__.update(values)
 
 
-def _false(*_: Any, **__: Any) -> bool:
+def false(*_: Any, **__: Any) -> bool:
+    """No."""
     return False
 
 
@@ -105,7 +106,8 @@ def _true(*_: Any, **__: Any) -> bool:
     return True
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
+    """Done, without having done anything."""
     return None
 
 
@@ -164,8 +166,8 @@ def settings() -> Settings:
         enable_multi_layer_eagle=False,
         strip_thinking_cache=False,
         mamba=Settings(enable_mamba_extra_buffer=False, enable_mamba_extra_buffer_lazy=False),
-        enable_mamba_extra_buffer=_false,
-        enable_mamba_extra_buffer_lazy=_false,
+        enable_mamba_extra_buffer=false,
+        enable_mamba_extra_buffer_lazy=false,
         kernel=Settings(attention_backend="triton"),
         attn=Settings(backend="triton"),
         features=Settings(enable_encoder_swa_bounded_replay=False),
@@ -194,13 +196,13 @@ def doubles(answers: frozenset[str], given: Settings) -> dict[str, Any]:
         return int(given.max_speculative_num_draft_tokens)
 
     found: dict[str, Any] = {
-        f"*.{name}": _true if name in answers else _false for name in _PLATFORM_QUESTIONS
+        f"*.{name}": _true if name in answers else false for name in _PLATFORM_QUESTIONS
     }
     found |= {f"*.{name}": Excerpt(UTILITIES, name) for name in _EXCERPTS}
     # What a decode server asks of its prefix cache and clock when a prefilled request arrives.
     for name in ("checkpoint_kv_cache", "maybe_cache_unfinished_req"):
-        found[f"{_SRT}.disaggregation.decode_schedule_batch_mixin.{name}"] = _nothing
-    found["*.set_time_batch"] = _nothing
+        found[f"{_SRT}.disaggregation.decode_schedule_batch_mixin.{name}"] = nothing
+    found["*.set_time_batch"] = nothing
     found["*.async_h2d"] = torch.tensor
     found["*.SamplingBatchInfo"] = SamplingInfo
     found["*.TorchMemorySaverAdapter"] = _MemorySaver
@@ -208,15 +210,15 @@ def doubles(answers: frozenset[str], given: Settings) -> dict[str, Any]:
     found["*.CacheRequestHandle"] = _Handle
     found["*.current_platform"] = Settings(
         capabilities=Settings(supports_triton=True),
-        is_cuda_alike=_true if "is_cuda" in answers else _false,
-        is_out_of_tree=_false,
-        **{name: _true if name in answers else _false for name in _PLATFORM_QUESTIONS},
+        is_cuda_alike=_true if "is_cuda" in answers else false,
+        is_out_of_tree=false,
+        **{name: _true if name in answers else false for name in _PLATFORM_QUESTIONS},
     )
     for module in ("runtime_context", "server_args"):
         for name in _SETTINGS:
             found[f"{_SRT}.{module}.{name}"] = answer
     for name in ("mamba_extra_buffer_enabled", "mamba_extra_buffer_lazy_enabled"):
-        found[f"{_SRT}.runtime_context.{name}"] = _false
+        found[f"{_SRT}.runtime_context.{name}"] = false
     found[f"{_SRT}.runtime_context.max_speculative_num_draft_tokens"] = block
     found[f"{_SRT}.runtime_context.attention_backends"] = lambda: ("triton", "triton")
     return found

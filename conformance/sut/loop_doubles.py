@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from conformance.sut.doubles import UTILITIES, Settings
+from conformance.sut.doubles import UTILITIES, Settings, false, nothing
 from conformance.sut.isolation import Excerpt
 
 _SRT = "sglang.srt"
@@ -55,7 +55,7 @@ class Quiet:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _nothing
+        return nothing
 
 
 class _Nobodys:
@@ -76,14 +76,6 @@ class _NoMask:
     @staticmethod
     def from_logits(*_: Any, **__: Any) -> None:
         return None
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _false(*_: Any, **__: Any) -> bool:
-    return False
 
 
 def _same(value: Any) -> Any:
@@ -143,7 +135,7 @@ _CONTEXTS = ("draft_model_build_scope", "empty_context")
 _OWN = {
     f"{_SRT}.speculative.spec_utils.draft_pp_context": _context,
     f"{_SRT}.speculative.spec_utils.draft_tp_context": _context,
-    f"{_SRT}.model_executor.forward_batch_info._dp_tp_moe_masks_pad_rows": _false,
+    f"{_SRT}.model_executor.forward_batch_info._dp_tp_moe_masks_pad_rows": false,
 }
 """Functions of real modules that ask for process groups."""
 
@@ -200,9 +192,9 @@ def settings(given: Settings, answers: frozenset[str]) -> None:
     """
     given.set(
         **{**SETTINGS, **dict.fromkeys(answers, True)},
-        **dict.fromkeys(_DOING, _nothing),
+        **dict.fromkeys(_DOING, nothing),
         preserve_config=contextlib.nullcontext,
-        is_config_namespace_published=_false,
+        is_config_namespace_published=false,
         get_attention_backends=lambda: ("triton", "triton"),
     )
     given.features.set(return_hidden_states_mode=None, enable_return_hidden_states=False)
@@ -214,12 +206,12 @@ def doubles(given: Settings) -> dict[str, Any]:
     Args:
         given: the server arguments; ``draft_worker`` among them is the worker of the draft.
     """
-    a2a = SimpleNamespace(is_customized=_false)
+    a2a = SimpleNamespace(is_customized=false)
     found: dict[str, Any] = dict(_OWN)
     for names, double in (
         (_NOBODYS, _Nobodys),
-        (_TOLD, _nothing),
-        (_OFF, _false),
+        (_TOLD, nothing),
+        (_OFF, false),
         (_CONTEXTS, _context),
         (("get_dp_tp_group", "get_tp_group"), lambda: GROUP),
         (("resolving_view", "unwrap_lora_layer", "normalize_watermark_request"), _same),
